@@ -1,0 +1,1 @@
+"""megagen: megakernels from a page of Python."""

@@ -1,0 +1,125 @@
+"""Rows of docs/measurements: a figure with all that is needed to judge and to repeat it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from megagen.bench.timing import Timing
+from megagen.errors import MegagenError
+from megagen.ir.graph import Frozen
+from megagen.ir.plan import Plan
+
+PACKAGES = ("megagen", "torch", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
+
+
+class Row(Frozen):
+    """One figure. ``floor`` and ``spread`` (p10, p90) are in ``unit``; ``ratio`` is value / floor."""
+
+    what: str
+    value: float
+    unit: str
+    floor: float | None
+    ratio: float | None
+    spread: tuple[float, float] | None
+    machine: str
+    driver: str
+    versions: Mapping[str, str]
+    commit: str
+    command: str
+    date: str
+    notes: str = ""
+
+
+def weight_bytes(plan: Plan, experts: int | None = None) -> int:
+    """HBM bytes of one launch: each weight once, of the experts only ``experts`` distinct ones (None: nominal)."""
+    routed = {w.parameter for w in plan.weights if w.experts}
+    total = 0
+    for op in plan.ops:
+        scaled = experts is not None and not routed.isdisjoint(op.weights.values())
+        total += op.weight_bytes * (experts or 0) // plan.nominal_experts if scaled else op.weight_bytes
+    return total
+
+
+def floor_us(plan: Plan, experts: int | None = None) -> float:
+    """The least time in µs in which the plan's machine streams a launch's weights. Activations stay in L2."""
+    return weight_bytes(plan, experts) / plan.machine.hbm_bytes_per_s * 1e6
+
+
+def row(
+    timing: Timing, *, plan: Plan | None, experts: int | None = None, what: str, command: str, notes: str = ""
+) -> Row:
+    """The row of a timing on this machine; ``plan`` None has no floor (a baseline that moves other bytes)."""
+    import torch
+
+    from megagen.runtime import driver
+
+    floor = None if plan is None else round(floor_us(plan, experts), 2)
+    return Row(
+        what=what,
+        value=round(timing.median, 2),
+        unit="µs per layer",
+        floor=floor,
+        ratio=None if floor is None else round(timing.median / floor, 3),
+        spread=(round(timing.p10, 2), round(timing.p90, 2)),
+        machine=torch.cuda.get_device_name(),
+        driver=driver.version(),
+        versions=versions(),
+        commit=commit(),
+        command=command,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        notes=notes,
+    )
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the packages that shape a figure, and torch's CUDA."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """The checkout's commit, '-dirty' with uncommitted changes, or 'unknown' outside one."""
+    try:
+        tried = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=Path(__file__).parent, capture_output=True, text=True, check=True, timeout=10,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return tried.stdout.strip()
+
+
+def append(path: Path, rows: Sequence[Row]) -> None:
+    """Add rows to a JSON-lines file in one step: readers and a failure see the old file or the whole new one."""
+    aside: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        old = path.read_text() if path.exists() else ""
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        aside = Path(name)
+        with os.fdopen(handle, "w") as out:
+            out.write(old + "".join(r.model_dump_json() + "\n" for r in rows))
+            out.flush()
+            os.fsync(out.fileno())
+        aside.chmod(0o644)
+        aside.replace(path)
+    except OSError as e:
+        if aside is not None:
+            aside.unlink(missing_ok=True)
+        raise MegagenError(f"cannot write {path}: {e.strerror or e}") from e
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file. Raises pydantic's ValidationError for a line that is not a row."""
+    return [Row.model_validate_json(line) for line in path.read_text().splitlines()]

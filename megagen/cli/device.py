@@ -1,0 +1,174 @@
+"""What ``run`` and ``bench`` do on a GPU. torch is imported when they do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megagen.cli.pipeline import Built
+from megagen.cli.sheets import Column, Row, Sheet, megabytes
+from megagen.errors import MegagenError
+
+if TYPE_CHECKING:
+    import torch
+
+    from megagen.bench.timing import Timing
+
+WARMUP = 5  # rounds that do not count
+
+
+def require() -> None:
+    """Raises DeviceError without a usable GPU: before minutes of compiling, not after."""
+    from megagen.runtime.driver import require_torch
+
+    require_torch(0)
+
+
+def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: Path | None, layer: int) -> Sheet:
+    """Launch once a seed and judge all that the launches left. Weights are random unless there is a checkpoint."""
+    from megagen.bench.verify import Verifier
+    from megagen.runtime.session import Session
+
+    plan, graph = built.plan, built.graph
+    with Session(plan, built.artifacts[plan.machine.arch].path) as session:
+        if checkpoint is None:
+            from megagen.weights.random import random_layer
+
+            weights = random_layer(graph, seed=0, device=session.device)
+            packed, env = weights.packed(), weights.env(graph.tp)
+        else:
+            from megagen.weights.checkpoint import load_layer, load_reference
+
+            packed = load_layer(checkpoint, layer, graph, rank=0, device=session.device)
+            env = load_reference(checkpoint, layer, graph, device=session.device)
+        override = None if experts is None else _table(session.experts, session.top_k, experts, tokens, seed=0)
+        checks = Verifier(session, graph, packed, env).check(tokens, route_override=override, seeds=range(seeds))
+
+    def row(check: Any) -> dict[str, Any]:
+        verdict = check.verdict
+        return {
+            "check": check.name,
+            "ok": check.ok,
+            "skipped": check.skipped,
+            "error": verdict and verdict.ours.worst_row,
+            "model_error": verdict and verdict.model.worst_row,
+            "max_abs": verdict and verdict.ours.max_abs,
+            "model_max_abs": verdict and verdict.model.max_abs,
+            "detail": check.detail,
+        }
+
+    def number(key: str) -> Callable[[Row], str]:
+        return lambda r: "" if r[key] is None else f"{r[key]:.3g}"
+
+    return Sheet(
+        "checks",
+        f"{tokens} tokens, {seeds} seeds, against the reference in fp32",
+        (
+            Column("", lambda r: "skip" if r["skipped"] else "ok" if r["ok"] else "FAIL"),
+            Column("what", "check"),
+            Column("error", number("error"), right=True),
+            Column("bf16 model's", number("model_error"), right=True),
+            Column("max-abs", number("max_abs"), right=True),
+            Column("bf16 model's", number("model_max_abs"), right=True),
+            Column("remark", lambda r: r["detail"] if r["error"] is None or not r["ok"] else ""),
+        ),
+        [row(c) for c in checks],
+        note="Error: relative L2 of the worst token row; it may be 1.5 times the bf16 model's, max-abs twice.",
+    )
+
+
+def steps(layers: int, rounds: int) -> int:
+    """How often :func:`bench` reports a step."""
+    return layers + WARMUP + rounds
+
+
+def bench(
+    built: Mapping[str, Built],
+    experts: int,
+    layers: int,
+    rounds: int,
+    command: str,
+    record: bool,
+    step: Callable[[], None],
+) -> Sheet:
+    """Time the variants in turns: CUDA graphs over the same ``layers`` layers, routing drawn anew each replay."""
+    from megagen.bench import measure
+    from megagen.bench.timing import Variant, interleave
+    from megagen.bench.verify import random_stream
+    from megagen.ir.graph import TensorKind
+    from megagen.runtime.session import Session
+    from megagen.weights.random import random_layer
+
+    some = next(iter(built.values()))
+    graph, plan = some.graph, some.plan
+    target = _measurements(plan.name) if record else None
+    (stream,) = (t.name for t in graph.tensors.values() if t.kind is TensorKind.INPUT)
+    with ExitStack() as stack:
+        sessions = {
+            name: stack.enter_context(Session(b.plan, b.artifacts[b.plan.machine.arch].path))
+            for name, b in built.items()
+        }
+        device = next(iter(sessions.values())).device
+        rows = random_stream(graph.tokens, graph, 0, device)
+        packed = []
+        for seed in range(layers):
+            packed.append(random_layer(graph, seed, device).packed())
+            step()
+
+        def variant(name: str, session: Session) -> Variant:
+            replay = session.capture([session.bind({**weights, stream: rows}) for weights in packed])
+
+            def reroute(sample: int) -> None:
+                session.set_route_override(_table(session.experts, session.top_k, experts, graph.tokens, sample))
+
+            return Variant(name, replay.replay, layers, reroute)
+
+        timings = interleave([variant(*s) for s in sessions.items()], rounds=rounds, warmup=WARMUP, progress=step)
+        for session in sessions.values():
+            session.synchronize()  # a launch that gave up is quick: it must not pass for a time
+
+    def figure(timing: Timing) -> measure.Row:
+        notes = f"tp {graph.tp} on one GPU, stand-ins for the other ranks; {graph.tokens} tokens on {experts} experts, "
+        notes += f"new routing each replay; {layers} distinct layers in a CUDA graph, {timing.samples} replays"
+        return measure.row(
+            timing, plan=plan, experts=experts, what=f"{plan.name}, {timing.name}", command=command, notes=notes
+        )
+
+    figures = {name: figure(timing) for name, timing in timings.items()}
+    if target is not None:
+        measure.append(target, list(figures.values()))
+    nbytes = measure.weight_bytes(plan, experts)
+    return Sheet(
+        "figures",
+        f"µs a layer: {graph.tokens} tokens on {experts} experts, {layers} layers, {rounds} replays",
+        (
+            Column("variant", "variant"),
+            Column("median", lambda r: f"{r['value']:.1f}", right=True),
+            Column("p10", lambda r: f"{r['spread'][0]:.1f}", right=True),
+            Column("p90", lambda r: f"{r['spread'][1]:.1f}", right=True),
+            Column("HBM MB", lambda r: megabytes(r["hbm_bytes"]), right=True),
+            Column("floor", lambda r: f"{r['floor']:.1f}", right=True),
+            Column("ratio", lambda r: f"{r['ratio']:.2f}", right=True),
+        ),
+        [{"variant": n, "hbm_bytes": nbytes, **f.model_dump(mode="json")} for n, f in figures.items()],
+        note="Stand-ins take the place of the other ranks: the time of their links is not in these figures."
+        + (f"\nAppended to {target}." if target else ""),
+    )
+
+
+def _table(pool: int, top_k: int, experts: int, tokens: int, seed: int) -> torch.Tensor:
+    from megagen.bench.routes import routes
+
+    return routes(experts, tokens, top_k, seed, pool=pool)
+
+
+def _measurements(name: str) -> Path:
+    """The file of a plan's figures. Raises MegagenError outside a source checkout, before anything is timed."""
+    from megagen import resources
+
+    docs = resources.schedules().parent / "docs"
+    if not docs.is_dir():
+        raise MegagenError("--record writes to docs/, which is not here", hint="run it in a source checkout of megagen")
+    return docs / "measurements" / f"{name}.jsonl"

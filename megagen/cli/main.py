@@ -1,0 +1,314 @@
+"""The command line: thin. It turns arguments into a request, and sheets into text or JSON.
+
+Exit codes: 0 done, 1 megagen refused (message on stderr), 2 wrong usage, 70 a bug in megagen, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from megagen.cli.pipeline import ARCHS, MACHINE, Built, Checked, Request
+from megagen.errors import DeviceError, MegagenError
+
+if TYPE_CHECKING:
+    from megagen.cli.sheets import Sheet
+
+BUG = 70  # EX_SOFTWARE of sysexits.h
+INTERRUPTED = 130
+
+
+class Only(StrEnum):
+    fused = "fused"
+    unfused = "unfused"
+
+
+class Guarded(TyperGroup):
+    """Every error that leaves a command becomes a message and an exit code, never a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except MegagenError as error:
+            typer.echo(error.render(), err=True)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if hasattr(error, "exit_code"):  # typer's own usage errors
+                raise
+            if os.environ.get("MEGAGEN_TRACEBACK", "0") not in ("", "0"):
+                import traceback
+
+                traceback.print_exc()
+            else:
+                text = " ".join(str(error).split())
+                typer.echo(f"internal error: {type(error).__name__}: {text}", err=True)
+                typer.echo("  help: a bug in megagen; MEGAGEN_TRACEBACK=1 shows where", err=True)
+            raise typer.Exit(BUG) from None
+
+
+app = typer.Typer(
+    cls=Guarded,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ScheduleFile = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="The schedule: a Python file.")]
+MachineName = Annotated[str, typer.Option("--machine", help="The GPU to place the work on.")]
+Tp = Annotated[int, typer.Option("--tp", help="Ranks of the tensor-parallel group.")]
+Tokens = Annotated[int, typer.Option("--tokens", help="The most tokens of one launch.")]
+Choose = Annotated[list[str] | None, typer.Option("--choose", metavar="NAME=VALUE", help="Settle a choice(); repeats.")]
+Unfused = Annotated[bool, typer.Option("--unfused", help="The same ops, a kernel each.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
+
+
+@app.callback()
+def _about() -> None:
+    """megagen: megakernels from a page of Python."""
+
+
+@app.command()
+def build(
+    schedule: Annotated[Path | None, typer.Argument(metavar="SCHEDULE", help="The schedule: a Python file.")] = None,
+    machine: MachineName = MACHINE,
+    tp: Tp = 8,
+    tokens: Tokens = 16,
+    choose: Choose = None,
+    unfused: Unfused = False,
+    arch: Annotated[str, typer.Option("--arch", help="Architectures, separated by commas.")] = ",".join(ARCHS),
+    out: Annotated[Path | None, typer.Option("--out", help="Write the text, Plan and cubins into this folder.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only compare generated/ with what schedules emit.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Bring generated/ up to date.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check, lower, emit and compile a schedule, and say what came out."""
+    if check or update:
+        if check and update:
+            raise typer.BadParameter("--check compares, --update writes: choose one")
+        return _generated([schedule] if schedule else [], update, as_json)
+    if schedule is None:
+        raise typer.BadParameter("a SCHEDULE is needed, or --check or --update")
+    archs = list(dict.fromkeys(a.strip() for a in arch.split(",") if a.strip()))
+    if not archs:
+        raise typer.BadParameter("--arch names no architecture")
+    built = _built(_checked(_request(schedule, machine, tp, tokens, choose, unfused)), archs)
+    if out is not None:
+        from megagen.cli.pipeline import export
+
+        export(built, out)
+    from megagen.cli import explain, report
+
+    if as_json:
+        return _print_json(explain.header(built.plan) | report.record(built))
+    typer.echo(explain.headline(built.plan) + "\n")
+    return _show([report.kernels(built)])
+
+
+@app.command("check")
+def check_(
+    schedule: ScheduleFile,
+    machine: MachineName = MACHINE,
+    tp: Tp = 8,
+    tokens: Tokens = 16,
+    choose: Choose = None,
+    unfused: Unfused = False,
+    as_json: Json = False,
+) -> None:
+    """Prove that a schedule can neither hang nor race, and fits the machine. Compiles nothing."""
+    from megagen.cli import explain, report
+
+    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused))
+    if as_json:
+        return _print_json(explain.header(checked.plan) | {"findings": report.findings(checked)})
+    return typer.echo(f"{explain.headline(checked.plan)}: ok")
+
+
+@app.command("explain")
+def explain_(
+    schedule: ScheduleFile,
+    machine: MachineName = MACHINE,
+    tp: Tp = 8,
+    tokens: Tokens = 16,
+    choose: Choose = None,
+    unfused: Unfused = False,
+    as_json: Json = False,
+) -> None:
+    """Show roles, shared memory, syncs, ring, and each op's bytes, operations and floor. Compiles nothing."""
+    from megagen.cli import explain
+
+    plan = _checked(_request(schedule, machine, tp, tokens, choose, unfused)).plan
+    sheets = explain.sheets(plan)
+    if as_json:
+        found: dict[str, Any] = explain.header(plan) | {"launch": plan.launch.model_dump(mode="json")}
+        for sheet in sheets:
+            found |= sheet.json()
+        return _print_json(found)
+    typer.echo(explain.headline(plan) + "\n")
+    return _show(sheets)
+
+
+@app.command()
+def run(
+    schedule: ScheduleFile,
+    machine: MachineName = MACHINE,
+    tp: Tp = 8,
+    tokens: Tokens = 16,
+    choose: Choose = None,
+    unfused: Unfused = False,
+    launch: Annotated[int | None, typer.Option("--launch", help="Tokens of the launch.  [default: --tokens]")] = None,
+    experts: Annotated[int | None, typer.Option("--experts", help="Force this many distinct experts.")] = None,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Random inputs to judge together.")] = 1,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Weights from here, not random.")] = None,
+    layer: Annotated[int, typer.Option("--layer", help="The checkpoint's layer.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Launch on the GPU and compare the routing and every op's output with the reference."""
+    from megagen.cli import device, explain
+
+    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused))
+    device.require()
+    built = _built(checked, [checked.plan.machine.arch])
+    with _working(f"running {built.plan.name}"):
+        sheet = device.run(built, launch or tokens, experts, seeds, checkpoint, layer)
+    if as_json:
+        _print_json(explain.header(built.plan) | sheet.json())
+    else:
+        typer.echo(explain.headline(built.plan) + "\n")
+        _show([sheet])
+    if failed := [row["check"] for row in sheet.rows if not row["ok"]]:
+        raise DeviceError(f"outside the bound: {', '.join(failed)}")
+
+
+@app.command()
+def bench(
+    schedule: ScheduleFile,
+    machine: MachineName = MACHINE,
+    tp: Tp = 8,
+    tokens: Tokens = 16,
+    choose: Choose = None,
+    only: Annotated[Only | None, typer.Option("--only", help="Time one of the two.  [default: both, in turns]")] = None,
+    experts: Annotated[int, typer.Option("--experts", help="Distinct experts of a launch.")] = 49,
+    layers: Annotated[int, typer.Option("--layers", help="Distinct layers of a replay.")] = 8,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays that count.")] = 50,
+    record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Time the fused kernel and the same ops as one kernel each, beside the bytes and the floor."""
+    from megagen.cli import device, explain
+
+    wanted = [only] if only else list(Only)
+    found = {o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused)) for o in wanted}
+    device.require()
+    built = {name: _built(checked, [checked.plan.machine.arch]) for name, checked in found.items()}
+    command = f"megagen {' '.join(sys.argv[1:])}"
+    with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds)) as step:
+        sheet = device.bench(built, experts, layers, rounds, command, record, step)
+    plan = next(iter(built.values())).plan
+    if as_json:
+        return _print_json({k: v for k, v in explain.header(plan).items() if k != "fused"} | sheet.json())
+    typer.echo(explain.headline(plan) + "\n")
+    return _show([sheet])
+
+
+def _request(
+    schedule: Path, machine: str, tp: int, tokens: int, choose: Sequence[str] | None, unfused: bool
+) -> Request:
+    choices: dict[str, str] = {}
+    for item in choose or ():
+        name, equals, value = item.partition("=")
+        if not (name and equals and value):
+            raise typer.BadParameter(f"--choose takes NAME=VALUE, not {item!r}")
+        if choices.setdefault(name, value) != value:
+            raise typer.BadParameter(f"--choose {name} is given twice")
+    return Request(schedule, machine, tp, tokens, choices, fused=not unfused)
+
+
+def _checked(request: Request) -> Checked:
+    from megagen.cli import pipeline
+
+    checked = pipeline.check(request)
+    for finding in checked.findings:
+        typer.echo(finding.render(), err=True)
+    return checked
+
+
+def _built(checked: Checked, archs: Sequence[str]) -> Built:
+    from megagen.cli import pipeline
+    from megagen.settings import Settings
+
+    settings = Settings.from_env()
+    with _working(f"compiling {checked.plan.name} for {', '.join(archs)}"):
+        return pipeline.build(checked, archs, settings)
+
+
+def _generated(schedules: Sequence[Path], write: bool, as_json: bool) -> None:
+    from megagen.cli import pipeline
+
+    found = pipeline.drift(schedules)
+    if write:
+        pipeline.update(found)
+    if as_json:
+        _print_json({"written" if write else "differ": [d.path.name for d in found]})
+    elif write:
+        for d in found:
+            typer.echo(f"{'removed' if d.text is None else 'wrote'} {d.path}")
+    elif not found:
+        typer.echo("generated/ is up to date")
+    if found and not write:
+        for d in found:
+            typer.echo(_summary(d), err=True)
+        raise MegagenError("generated/ is not what the schedules emit", hint="megagen build --update")
+
+
+def _summary(drift: Any, lines: int = 20) -> str:
+    """The first lines of a difference."""
+    if drift.text is None:
+        return f"{drift.path.name}: no schedule makes it"
+    body = [d for d in drift.diff if d[:1] in "+-@"]
+    added, removed = (sum(d[0] == sign for d in body) for sign in "+-")
+    more = [f"  ... {len(body) - lines} more lines"] if len(body) > lines else []
+    return "\n".join([f"{drift.path.name}: {added} lines added, {removed} removed", *body[:lines], *more])
+
+
+def _show(sheets: Sequence[Sheet]) -> None:
+    from megagen.cli.sheets import show
+
+    show(sheets)
+
+
+def _print_json(value: Mapping[str, Any]) -> None:
+    typer.echo(json.dumps(value, indent=1))
+
+
+@contextmanager
+def _working(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+    """A bar with the time on a terminal's standard error, gone when the work is done.
+
+    What it gives is to be called once for each of ``total`` steps; without a total the bar only moves.
+    """
+    if not sys.stderr.isatty():
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(text, total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,166 @@
+"""Load, lower, check, emit, compile: the sequence behind every command. Knows nothing of terminals."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megagen.errors import MegagenError
+
+if TYPE_CHECKING:
+    from megagen.check import Finding
+    from megagen.compile import Artifact
+    from megagen.ir.graph import Graph
+    from megagen.ir.plan import Plan
+    from megagen.settings import Settings
+
+MACHINE = "h200"
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Which Plan is wanted."""
+
+    schedule: Path
+    machine: str = MACHINE
+    tp: int = 8
+    tokens: int = 16
+    choices: Mapping[str, str] = field(default_factory=dict)
+    fused: bool = True
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A Plan that the checker let through, with its warnings and the graph that it computes."""
+
+    graph: Graph
+    plan: Plan
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Built(Checked):
+    """A checked Plan with its CUDA text and one compiled artifact an architecture."""
+
+    source: str
+    artifacts: Mapping[str, Artifact]
+
+
+def check(request: Request) -> Checked:
+    """The request's Plan. Raises MegagenError at the user's line if it is wrong or cannot be proved safe."""
+    from megagen.check import check as prove
+    from megagen.dsl import load
+    from megagen.lower import lower
+
+    schedule = load(
+        request.schedule,
+        machine=request.machine,
+        tp=request.tp,
+        tokens=request.tokens,
+        choices=dict(request.choices),
+    )
+    plan = lower(schedule, fused=request.fused)
+    return Checked(schedule.graph, plan, prove(plan))
+
+
+def emit(plan: Plan) -> str:
+    """The Plan's CUDA text."""
+    from megagen.emit import emit as text
+
+    return text(plan)
+
+
+def build(checked: Checked, archs: Sequence[str], settings: Settings) -> Built:
+    """Compile a checked Plan for each of ``archs``; a warm cache makes this a look-up."""
+    from megagen.compile import compile_source
+
+    source = emit(checked.plan)
+    kernels = [k.name for k in checked.plan.kernels]
+    artifacts = compile_source(source, kernels=kernels, archs=archs, settings=settings)
+    return Built(checked.graph, checked.plan, checked.findings, source, artifacts)
+
+
+def write_aside(path: Path, data: bytes) -> None:
+    """Replace ``path`` in one step, so that nobody sees half a file and a failure leaves the old one."""
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as out:
+            out.write(data)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise MegagenError(f"cannot write {path}: {error.strerror or error}") from error
+        raise
+
+
+def export(built: Built, folder: Path) -> None:
+    """Write what was built into ``folder``: <plan>.cu, <plan>.plan.json and <plan>.<arch>.cubin."""
+    name = built.plan.name
+    write_aside(folder / f"{name}.cu", built.source.encode())
+    write_aside(folder / f"{name}.plan.json", built.plan.to_json().encode())
+    for arch, artifact in built.artifacts.items():
+        write_aside(folder / f"{name}.{arch}.cubin", artifact.path.read_bytes())
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A file of ``generated/`` that is not what its schedule emits: ``text``, or None if no schedule makes it.
+
+    ``diff``: the hunks of a unified difference.
+    """
+
+    path: Path
+    text: str | None
+    diff: tuple[str, ...]
+
+
+def generated() -> Path:
+    """The folder of the shipped schedules' committed text. Raises MegagenError outside a source checkout."""
+    from megagen import resources
+
+    folder = resources.schedules().parent / "generated"
+    if not folder.is_dir():
+        raise MegagenError("there is no generated/ folder here", hint="run this in a source checkout of megagen")
+    return folder
+
+
+def drift(schedules: Sequence[Path] = ()) -> list[Drift]:
+    """Compare ``generated/`` with what the schedules (default: all shipped ones) emit now with default options."""
+    import difflib
+
+    from megagen import resources
+
+    folder = generated()
+    shipped = sorted(resources.schedules().glob("[!_]*.py"))
+    chosen = list(schedules) or shipped
+    found = []
+    for schedule in chosen:
+        path = folder / f"{schedule.stem}.cu"
+        text = emit(check(Request(schedule)).plan)
+        old = path.read_text() if path.exists() else ""
+        if text != old:
+            diff = difflib.unified_diff(old.splitlines(), text.splitlines(), n=1, lineterm="")
+            found.append(Drift(path, text, tuple(diff)[2:]))  # less the two lines of file names
+    if not schedules:
+        known = {s.stem for s in shipped}
+        found += [Drift(p, None, ()) for p in sorted(folder.glob("*.cu")) if p.stem not in known]
+    return found
+
+
+def update(drifts: Sequence[Drift]) -> None:
+    """Bring ``generated/`` up to date."""
+    for d in drifts:
+        if d.text is None:
+            d.path.unlink()
+        else:
+            write_aside(d.path, d.text.encode())

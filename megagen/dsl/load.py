@@ -1,0 +1,75 @@
+"""Runs a schedule file and hands back its Schedule."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+from megagen import machines, resources
+from megagen.dsl.schedule import Schedule
+from megagen.errors import Loc, MegagenError, ScheduleError, did_you_mean
+
+
+def load(
+    path: str | Path, *, machine: str = "h200", tp: int = 8, tokens: int = 16, choices: Mapping[str, str] | None = None
+) -> Schedule:
+    """Call ``schedule(machine, tp=..., tokens=..., choices=...)`` of the file at ``path``.
+
+    A path that does not exist is also looked up among the shipped schedules. Raises ScheduleError at the user's line
+    for anything wrong in the file, and for a choice that the schedule does not offer.
+    """
+    file = _find(Path(path))
+    description = machines.load(machine)
+    try:
+        source = file.read_text("utf-8")
+        linecache.checkcache(str(file))
+        module = ModuleType(f"megagen_schedule_{file.stem}")
+        module.__file__ = str(file)
+        exec(compile(source, str(file), "exec"), module.__dict__)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"cannot read {file}: {error}") from error
+    except SyntaxError as error:
+        loc = Loc(str(file), error.lineno or 1, error.offset or 1, error.text or "")
+        raise ScheduleError(f"syntax error: {error.msg}", loc=loc) from None
+    except MegagenError:
+        raise
+    except Exception as error:
+        raise _user_error(error, file) from error
+    function = getattr(module, "schedule", None)
+    if not callable(function):
+        raise ScheduleError(f"{file} defines no function schedule(machine, tp, tokens, choices)")
+    try:
+        schedule = function(description, tp=tp, tokens=tokens, choices=dict(choices or {}))
+    except MegagenError:
+        raise
+    except Exception as error:
+        raise _user_error(error, file) from error
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"schedule() of {file} returned {type(schedule).__name__}, not a Schedule")
+    for name in choices or {}:
+        if name not in schedule.offered:
+            raise ScheduleError(f"{file.name} offers no choice {name!r}", hint=did_you_mean(name, sorted(schedule.offered)))
+    return schedule
+
+
+def _find(path: Path) -> Path:
+    for candidate in (path, resources.schedules() / path.name):
+        if candidate.is_file():
+            return candidate
+    known = sorted(p.name for p in resources.schedules().glob("*.py"))
+    raise ScheduleError(f"no schedule at {path}", hint=did_you_mean(path.name, known))
+
+
+def _user_error(error: Exception, file: Path) -> ScheduleError:
+    """An ordinary Python error of the user's file, at its line there."""
+    frames = [f for f in traceback.extract_tb(sys.exc_info()[2]) if f.filename == str(file)]
+    loc = None
+    if frames:
+        last = frames[-1]
+        text = linecache.getline(str(file), last.lineno or 1)
+        loc = Loc(str(file), last.lineno or 1, (last.colno or 0) + 1, text)
+    return ScheduleError(f"{type(error).__name__}: {error}", loc=loc)

@@ -1,0 +1,147 @@
+"""Plan to CUDA C++ text, through ``templates/kernel``. The only user of jinja2; no arithmetic happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from megagen import resources
+from megagen.ir.plan import Hint, KernelPlan, OpPlan, Plan, ProgramPlan, Source, StepPlan, SyncKind
+
+if TYPE_CHECKING:
+    import jinja2
+
+_HINTS = {Hint.EVICT_NORMAL: 0, Hint.EVICT_FIRST: 1, Hint.EVICT_LAST: 2}
+WARPGROUP = 4
+
+
+def emit(plan: Plan) -> str:
+    """The translation unit of ``plan``: parameter block, policies and one kernel per ``plan.kernels``."""
+    template = _environment().get_template("kernel.cu.j2")
+    return template.render(
+        plan=plan,
+        headers=sorted({op.header for op in plan.ops}),
+        accum_slot_bytes=plan.region("accum").bytes // plan.barrier("accum_full").slots,
+        ports=lambda op: list(_ports(plan, op)),
+        branches=lambda kernel: list(_branches(plan, kernel)),
+    )
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    import jinja2
+
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(resources.templates() / "kernel"),
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,
+        variable_start_string="${",
+        variable_end_string="}",
+        block_start_string="/*%",
+        block_end_string="%*/",
+        comment_start_string="/*#",
+        comment_end_string="#*/",
+        line_statement_prefix="//%",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    env.filters |= {"camel": camel, "at": at, "hex": _hex, "number": _number, "hint": lambda h: _HINTS[h]}
+    return env
+
+
+def camel(name: str) -> str:
+    """``pre_ffn_norm`` -> ``PreFfnNorm``."""
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_"))
+
+
+def at(source: Source, comment: str = ", ") -> str:
+    """Where the schedule asked for it, as a comment's tail; nothing for a default."""
+    return f"{comment}{PurePath(source.file).name}:{source.line}" if source.line else ""
+
+
+def _hex(word: int | None) -> str:
+    return f"0x{word or 0:08x}u"
+
+
+def _number(value: int | float) -> str:
+    if isinstance(value, bool) or isinstance(value, int):
+        return str(int(value))
+    text = f"{value:.9g}"  # nine digits identify a float
+    return (text if any(c in text for c in ".en") else text + ".0") + "f"
+
+
+def _ports(plan: Plan, op: OpPlan) -> Iterator[tuple[str, str]]:
+    params = {p.name: p for p in plan.params}
+    for port, name in op.tensors.items():
+        kind = "Input" if params[name].what == "input" else "Output"
+        yield port, f"{kind}<tensor::{camel(name)}>"
+    for port, name in op.channels.items():
+        if plan.channel(name).kind is SyncKind.MBARRIER:
+            yield port, "TableChannel<TablePolicy>"
+        else:
+            yield port, f"Channel<channel::{camel(name)}>"
+
+
+@dataclass(frozen=True)
+class _Program:
+    head: str
+    title: str
+    lines: list[str]
+
+
+@dataclass(frozen=True)
+class _Branch:
+    head: str
+    registers: tuple[str, int] | None
+    programs: list[_Program]
+
+
+def _branches(plan: Plan, kernel: KernelPlan) -> Iterator[_Branch]:
+    """Warpgroup 0 and the rest, so that setmaxnreg stands in one branch each."""
+    groups = [
+        [p for p in kernel.programs if p.first < WARPGROUP],
+        [p for p in kernel.programs if p.first >= WARPGROUP],
+    ]
+    even = 65536 // (32 * plan.launch.warps) // 8 * 8
+    for i, programs in enumerate(groups):
+        if not programs:
+            continue
+        registers = None
+        if plan.launch.registers is not None:
+            n = plan.launch.registers[i]
+            registers = ("dec" if n <= even else "inc", n)
+        head = f"if (ctx.warp < {WARPGROUP})" if i == 0 else "else" if groups[0] else ""
+        yield _Branch(head, registers, [_program(plan, p, k == 0) for k, p in enumerate(programs)])
+
+
+def _program(plan: Plan, program: ProgramPlan, first: bool) -> _Program:
+    last = program.first + program.count - 1
+    test = f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp >= {program.first} && ctx.warp <= {last}"
+    title = f"warp {last}" if program.count == 1 else f"warps {program.first} to {last}"
+    return _Program(
+        head=f"{'if' if first else 'else if'} ({test})",
+        title=title,
+        lines=[line for step in program.steps for line in _step(plan, step)],
+    )
+
+
+def _step(plan: Plan, step: StepPlan) -> Iterator[str]:
+    where = at(step.source, "  // ")
+    if step.op is not None:
+        op = plan.op(step.op)
+        args = f"<{', '.join(map(str, step.args))}>" if step.args else ""
+        yield f"ctx.step = {step.index};"
+        yield f"ops::{op.struct}<policy::{camel(op.name)}>::{step.call}{args}(ctx);{where}"
+    elif step.call == "reset":
+        for name in step.writes:
+            yield f"Channel<channel::{camel(name)}>::reset(ctx);{where}"
+    elif step.call in ("signal_point", "wait_point"):
+        verb = "arrive" if step.call == "signal_point" else "wait"
+        yield f"ctx.step = {step.index};"
+        yield f"Event<barrier::{camel(step.barriers[0].barrier)}>::{verb}(ctx);{where}"
+    else:
+        yield f"ctx.{step.call}();{where}"

@@ -1,0 +1,1 @@
+"""Graph and Plan types."""

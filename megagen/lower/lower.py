@@ -1,0 +1,453 @@
+"""The lowering itself."""
+
+from __future__ import annotations
+
+import math
+
+from megagen.dsl.schedule import Prefetch, Schedule
+from megagen.errors import Loc, ScheduleError
+from megagen.ir.graph import DType, Op, Routing, Scope, TensorKind
+from megagen.ir.plan import (
+    BarrierPlan,
+    BarrierUse,
+    ChannelPlan,
+    HeapPlan,
+    Hint,
+    KernelPlan,
+    LaunchPlan,
+    OpPlan,
+    ParamPlan,
+    Plan,
+    ProgramPlan,
+    RegionPlan,
+    Reset,
+    RingPlan,
+    RoleRef,
+    Source,
+    StepPlan,
+    StreamPlan,
+    SyncKind,
+    WeightPlan,
+)
+from megagen.lower.channels import Edges, counted, layout
+from megagen.lower.memory import Arena
+
+WHOLE = 1024  # shares are given to the device in 1/1024 (ops/stream.cuh)
+SLICES, ROW_BLOCK = 8, 16  # mma/format.cuh
+WARPGROUP = 4
+TABLE_BYTES = 16 + 4 * 256 + 2 * 256 + (2 + 2 + 16) * 128  # ops/top_k.cuh, ExpertTable
+HANG_RECORD = 64  # debug/hang.cuh
+NOMINAL = Routing(tokens=16, experts=49)  # tokens of a step and the article's mean of distinct experts on GSM8K
+
+
+def lower(schedule: Schedule, *, fused: bool = True) -> Plan:
+    """``schedule`` as a Plan: one kernel, or with ``fused=False`` one kernel an op, from the same description.
+
+    Raises ScheduleError where a directive cannot be expressed.
+    """
+    return _Lowering(schedule, fused).plan()
+
+
+def source(loc: Loc | None) -> Source:
+    return Source() if loc is None else Source(file=loc.file, line=loc.line, column=loc.column, text=loc.text)
+
+
+class _Lowering:
+    def __init__(self, schedule: Schedule, fused: bool) -> None:
+        self.s, self.g, self.fused = schedule, schedule.graph, fused
+        self.edges = Edges(schedule)
+        self.steps = 0
+        self.edge_index = 0
+        if not schedule.rings:
+            raise ScheduleError("the schedule has no weight ring", loc=schedule.loc, hint="s.ring(stages=4, stage_bytes=36 * KiB)")
+        self.ring = schedule.rings[0]
+        self.launch = schedule.launch_
+        fit = schedule.machine.blocks_fit.get(self.launch.cluster, 0)
+        self.blocks = schedule.blocks or fit
+        self.roles: dict[tuple[str, str], tuple[int, ...]] = {k: w.indices() for k, (w, _) in schedule.roles.items()}
+        self.points = self._points()
+
+    # pieces -----------------------------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        s, g = self.s, self.g
+        shared, heap = Arena(), Arena()
+        regions: list[RegionPlan] = []
+
+        def region(name: str, size: int, align: int = 128) -> RegionPlan:
+            regions.append(RegionPlan(name=name, offset=shared.take(size, align), bytes=size, align=align))
+            return regions[-1]
+
+        region("ring", self.ring.stages * self.ring.stage_bytes)
+        region("accum", s.accum_slots * SLICES * 2 * 32 * 16)
+        region("table", TABLE_BYTES)
+        for op in g.ops:
+            if "compute" in {r.name for r in op.roles()}:
+                sums = op.constants().get("kTopK", 1) if op.kind == "combine" else 1
+                region(f"scratch_{op.name}", int(2 * SLICES * 4 * sums), 16)
+        epoch_offset = heap.take(4 * self.blocks, 256)
+        abort_offset = heap.take(4, 256)
+        record_offset = heap.take(self.blocks * s.warps_per_block * HANG_RECORD, 256)
+
+        cluster_regions = {}
+        for t in self.edges.internal():
+            if self.edges.sync(t)[0].kind is SyncKind.CLUSTER:
+                if len(t.shape) != 4 or t.scope is not Scope.RANK:
+                    raise ScheduleError(
+                        f"tensor {t.name!r} cannot travel within a cluster", loc=self.edges.sync(t)[1],
+                        hint="cluster() is for the partial sums of a dense GEMM (g.op.reduce >> g.op.finish)",
+                    )  # fmt: skip
+                clusters = max(1, self.blocks // self.launch.cluster)
+                mine = math.ceil(math.ceil(t.shape[1] / clusters) / self.launch.cluster)
+                cluster_regions[t.name] = region(f"cluster_{t.name}", mine * t.shape[0] * g.tokens * ROW_BLOCK * 4)
+
+        barriers = self._barriers(shared)
+        channels = self._channels(heap, {n: r.offset for n, r in cluster_regions.items()})
+        ops = tuple(self._op(op) for op in g.ops)
+        params, weights = self._params()
+        kernels = self._kernels(channels)
+        return Plan(
+            name=s.name, graph=g.name, tp=g.tp, tokens=g.tokens, machine=s.machine, fused=self.fused,
+            launch=LaunchPlan(
+                blocks=self.blocks, cluster=self.launch.cluster, warps=s.warps_per_block, shared_bytes=-(-shared.size // 128) * 128,
+                pdl=self.launch.pdl, early_trigger=self.launch.early_trigger, registers=self.launch.registers,
+                source=source(self.launch.loc or s.loc),
+            ),
+            ring=RingPlan(
+                stages=self.ring.stages, stage_bytes=self.ring.stage_bytes, region="ring", full="ring_full", empty="ring_empty",
+                consumers=self._ring_consumers(), source=source(self.ring.loc),
+            ),
+            heap=HeapPlan(
+                bytes=-(-heap.size // 256) * 256, epoch_offset=epoch_offset, abort_offset=abort_offset, record_offset=record_offset,
+                record_bytes=self.blocks * s.warps_per_block * HANG_RECORD,
+            ),
+            params=params, weights=weights, regions=tuple(regions), barriers=barriers, channels=channels, ops=ops, kernels=kernels,
+            choices={name: value for name, (value, _) in sorted(s.offered.items())},
+            nominal_experts=NOMINAL.experts, nominal_tokens=min(g.tokens, NOMINAL.tokens),
+        )  # fmt: skip
+
+    def _index(self) -> int:
+        self.edge_index += 1
+        return self.edge_index - 1
+
+    def _points(self) -> dict[str, Prefetch]:
+        """Ops whose end in the block something waits for."""
+        return {p.at: p for p in self.s.prefetches if p.into.ring and p.share < 1 and p.at is not None}
+
+    def _point_warps(self, op: str) -> list[int]:
+        return sorted({w for (o, role), ws in self.roles.items() if o == op and role != "load_weights" for w in ws})
+
+    def _ring_consumers(self) -> int:
+        return max((len(ws) for (o, role), ws in self.roles.items() if role == "math"), default=0)
+
+    def _barriers(self, shared: Arena) -> tuple[BarrierPlan, ...]:
+        out: list[BarrierPlan] = []
+
+        def add(name: str, slots: int, count: int, tx: bool = False) -> None:
+            out.append(
+                BarrierPlan(name=name, offset=shared.take(8 * slots, 8), slots=slots, count=count, tx=tx, index=self._index())
+            )
+
+        consumers = self._ring_consumers()
+        add("ring_full", self.ring.stages, 1, tx=True)
+        add("ring_empty", self.ring.stages, consumers)
+        add("accum_full", self.s.accum_slots, consumers)
+        add("accum_empty", self.s.accum_slots, 1)
+        add("table_ready", 1, 1)
+        for op in self.g.ops:
+            warps = self.roles.get((op.name, "compute"))
+            if "compute" in {r.name for r in op.roles()}:
+                add(f"group_{op.name}", 1, len(warps or ()))
+        for op_name in sorted(self.points):
+            add(f"point_{op_name}", 1, len(self._point_warps(op_name)))
+        for t in self.edges.internal():
+            if self.edges.sync(t)[0].kind is SyncKind.CLUSTER:
+                add(f"done_{t.name}", 1, 1, tx=True)
+        return tuple(out)
+
+    def _channels(self, heap: Arena, cluster: dict[str, int]) -> tuple[ChannelPlan, ...]:
+        out = []
+        for t in self.edges.internal():
+            sync, loc = self.edges.sync(t)
+            copies = sync.copies or 1
+            writers, readers = self.edges.writers.get(t.name, []), self.edges.readers.get(t.name, [])
+            row_stride, rank_stride, shard = layout(t, self.g.tp)
+            arrivals, per = writers[0][0].publishes(writers[0][1])
+            size = -(-t.bytes // 256) * 256
+            in_heap = sync.kind not in (SyncKind.MBARRIER, SyncKind.CLUSTER)
+            out.append(
+                ChannelPlan(
+                    name=t.name, dtype=t.dtype, shape=t.shape, scope=t.scope, kind=sync.kind,
+                    empty=sync.empty if sync.kind is SyncKind.LAMPORT else None, copies=copies,
+                    reset=sync.reset if sync.kind is SyncKind.LAMPORT else Reset.LAUNCH if counted(sync) else Reset.NONE,
+                    offset=heap.take(copies * size, 256) if in_heap else 0, bytes=size if in_heap else 0,
+                    counter_offset=heap.take(4 * copies, 256) if counted(sync) else None,
+                    shared_offset=cluster.get(t.name),
+                    barrier={SyncKind.MBARRIER: "table_ready", SyncKind.CLUSTER: f"done_{t.name}"}.get(sync.kind),
+                    writers=tuple(RoleRef(op=o.name, role=r) for o, r in writers),
+                    readers=tuple(RoleRef(op=o.name, role=r) for o, r in readers),
+                    row_stride=row_stride, rank_stride=rank_stride, shard=shard, arrivals=arrivals, arrivals_per=per,
+                    index=self._index(), fault=t.name in self.edges.faults, source=source(loc),
+                )
+            )  # fmt: skip
+        return tuple(out)
+
+    def _params(self) -> tuple[tuple[ParamPlan, ...], tuple[WeightPlan, ...]]:
+        params, weights = [], []
+        for t in self.g.tensors.values():
+            if t.kind is not TensorKind.INTERNAL:
+                what, ctype = ("input", "const u8*") if t.kind is TensorKind.INPUT else ("output", "u8*")
+                params.append(ParamPlan(name=t.name, ctype=ctype, what=what, dtype=t.dtype, shape=t.shape))  # type: ignore[arg-type]
+        for op in self.g.ops:
+            stage = op.stage()
+            for w in op.weights.values():
+                tiles = stage is not None and w.k > 1
+                if tiles and stage is not None:
+                    rows, k, size = stage["rows"], stage["k"], w.bytes
+                else:
+                    rows, k, size = 0, 0, 4 * w.rows
+                weights.append(
+                    WeightPlan(
+                        name=w.name, parameter=w.name, layout="tiles" if tiles else "vector", dtype=w.dtype, rows=w.rows, k=w.k,
+                        experts=w.experts, stage_rows=rows, stage_k=k, bytes=size, gate_up=w.gate_up, names=w.names, shard=w.shard,
+                    )
+                )  # fmt: skip
+                shape = (w.rows,) if not tiles else (w.experts, w.rows, w.k) if w.experts else (w.rows, w.k)
+                params.append(ParamPlan(name=w.name, ctype="const u8*", what="weight", dtype=w.dtype, shape=shape))
+                if w.dtype is DType.NVFP4:
+                    params.append(
+                        ParamPlan(
+                            name=f"{w.name}_scale", ctype="const u8*", what="weight", dtype=DType.FP32,
+                            shape=(w.experts, 2 if w.gate_up else 1),
+                        )
+                    )  # fmt: skip
+        return tuple(params), tuple(weights)
+
+    def _op(self, op: Op) -> OpPlan:
+        internal = {t.name for t in self.edges.internal()}
+        ports = {**op.inputs, **op.outputs}
+        stage = op.stage()
+        stream = None
+        if stage is not None:
+            hint, loc = self.s.hints.get(op.name, (Hint.EVICT_NORMAL, None))
+            stream = StreamPlan(
+                weight=op.weights["weight"].name, stage_bytes=stage["bytes"], per_tile=stage["per_tile"], stage_rows=stage["rows"],
+                stage_k=stage["k"], hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
+            )  # fmt: skip
+        compute = "compute" in {r.name for r in op.roles()}
+        pointers = {port: w.name for port, w in op.weights.items()}
+        if stage is not None and op.weights["weight"].dtype is DType.NVFP4:
+            pointers["scale"] = f"{op.weights['weight'].name}_scale"
+        cost = op.cost(Routing(tokens=min(self.g.tokens, NOMINAL.tokens), experts=NOMINAL.experts))
+        locs = [loc for (o, _), (_, loc) in self.s.roles.items() if o == op.name]
+        return OpPlan(
+            name=op.name, kind=op.kind, header=op.header, struct=op.struct, constants=op.constants(),
+            channels={p: n for p, n in ports.items() if n in internal},
+            tensors={p: n for p, n in ports.items() if n not in internal},
+            weights=pointers,
+            barriers={"group": f"group_{op.name}"} if compute else {},
+            regions={"scratch": f"scratch_{op.name}"} if compute else {},
+            roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
+            specs=op.roles(), stream=stream,
+            weight_bytes=cost.weight_bytes, activation_bytes=cost.activation_bytes, operations=cost.operations,
+            source=source(locs[0] if locs else None),
+        )  # fmt: skip
+
+    # programs ---------------------------------------------------------------------------------------------------
+
+    def _kernels(self, channels: tuple[ChannelPlan, ...]) -> tuple[KernelPlan, ...]:
+        if self.fused:
+            return (self._kernel(self.s.name, list(self.g.ops), channels, first=True, last=True),)
+        return tuple(
+            self._kernel(f"{self.s.name}_{op.name}", [op], channels, first=i == 0, last=i == len(self.g.ops) - 1)
+            for i, op in enumerate(self.g.ops)
+        )
+
+    def _kernel(self, name: str, ops: list[Op], channels: tuple[ChannelPlan, ...], *, first: bool, last: bool) -> KernelPlan:
+        by_name = {c.name: c for c in channels}
+        programs: list[list[StepPlan]] = [[] for _ in range(self.s.warps_per_block)]
+        for warp, steps in enumerate(programs):
+            steps += self._program(warp, ops, by_name, first)
+        grouped: list[ProgramPlan] = []
+        for warp, steps in enumerate(programs):
+            previous = grouped[-1] if grouped else None
+            if previous is not None and warp % WARPGROUP and _same(previous.steps, steps):
+                grouped[-1] = previous.model_copy(update={"count": previous.count + 1})
+            elif previous is not None and warp > WARPGROUP and previous.first >= WARPGROUP and _same(previous.steps, steps):
+                grouped[-1] = previous.model_copy(update={"count": previous.count + 1})
+            else:
+                grouped.append(ProgramPlan(first=warp, count=1, steps=tuple(self._numbered(steps))))
+        return KernelPlan(name=name, ops=tuple(o.name for o in ops), programs=tuple(grouped), advances_epoch=last)
+
+    def _numbered(self, steps: list[StepPlan]) -> list[StepPlan]:
+        out = []
+        for step in steps:
+            out.append(step.model_copy(update={"index": self.steps}))
+            self.steps += 1
+        return out
+
+    def _program(self, warp: int, ops: list[Op], channels: dict[str, ChannelPlan], first_kernel: bool) -> list[StepPlan]:
+        steps: list[StepPlan] = []
+        reduces = any(warp in self.roles.get((o.name, "reduce"), ()) for o in ops)
+        for op in ops:
+            if not self.fused:
+                steps += self._tables_first(op, warp, channels)
+            for p in self.s.prefetches:
+                if p.into.l2 and p.at == op.name and p.warp == warp and (self.fused or p.op == op.name):
+                    steps.append(self._prefetch_l2(p))
+            for role in op.roles():
+                warps = self.roles.get((op.name, role.name), ())
+                if warp in warps:
+                    steps += self._role(op, role.name, warps, channels)
+                elif role.name == "reduce" and reduces:
+                    steps.append(self._skip(op, channels))
+            if op.name in self.points and self.fused and warp in self._point_warps(op.name):
+                use = BarrierUse(barrier=f"point_{op.name}", action="arrive", per="launch")
+                steps.append(StepPlan(op=None, call="signal_point", barriers=(use,), index=0, source=source(self.points[op.name].loc)))
+        return self._framed(warp, ops, steps, channels, first_kernel)
+
+    def _last_warps(self, ops: list[Op]) -> tuple[int, ...]:
+        last = ops[-1]
+        return self.roles.get((last.name, last.roles()[-1].name), ())
+
+    def _first_attached(self, ops: list[Op]) -> int:
+        """The first warp that streams no weights: it reads what the previous launch wrote, so it waits first thing."""
+        producers = {w for o in ops for w in self.roles.get((o.name, "load_weights"), ())}
+        return min((w for w in range(self.s.warps_per_block) if w not in producers), default=0)
+
+    def _framed(
+        self, warp: int, ops: list[Op], steps: list[StepPlan], channels: dict[str, ChannelPlan], first_kernel: bool
+    ) -> list[StepPlan]:
+        """Attach as late as nothing depends on earlier launches; trigger, housekeeping and draining at the end."""
+        lead = 0
+        while lead < len(steps) and steps[lead].call == "load_weights" and not steps[lead].reads:
+            lead += 1
+        framed = [*steps[:lead], _service("attach")]
+        # whoever triggers has waited for the previous launch by then
+        early, last = self.launch.early_trigger, warp in self._last_warps(ops)
+        if self.launch.pdl and early and warp == self._first_attached(ops):
+            framed.append(_service("trigger", self.launch.loc))
+        framed += steps[lead:]
+        if first_kernel and self.s.housekeeper is not None and warp == self.s.housekeeper[0].first:
+            names = tuple(n for n, c in channels.items() if c.reset is Reset.LAUNCH)
+            framed.append(_service("reset", self.s.housekeeper[1], writes=names))
+        if self.launch.pdl and last and not early:
+            framed.append(_service("trigger", self.launch.loc))
+        if any(s.call == "load_weights" for s in steps):
+            framed.append(_service("drain"))
+        return framed
+
+    def _tables_first(self, op: Op, warp: int, channels: dict[str, ChannelPlan]) -> list[StepPlan]:
+        """A kernel of its own has to rebuild what its op reads from shared memory."""
+        steps: list[StepPlan] = []
+        for name in dict.fromkeys(op.inputs.values()):
+            if name in channels and channels[name].scope is Scope.BLOCK:
+                for writer, role in self.edges.writers[name]:
+                    if writer.name != op.name and warp in self.roles.get((writer.name, role), ()):
+                        steps += self._role(writer, role, self.roles[writer.name, role], channels)
+        return steps
+
+    def _role(self, op: Op, role: str, warps: tuple[int, ...], channels: dict[str, ChannelPlan]) -> list[StepPlan]:
+        spec = op.role(role)
+        ports = {**op.inputs, **op.outputs}
+        reads = tuple(ports[p] for p in spec.reads if ports[p] in channels)
+        writes = tuple(ports[p] for p in spec.writes if ports[p] in channels)
+        where = source(self.s.roles[op.name, role][1])
+
+        def step(call: str, args: tuple[int, ...], uses: list[BarrierUse]) -> StepPlan:
+            waits = [self._channel_wait(channels[n]) for n in reads]
+            arrivals = [
+                BarrierUse(barrier=channels[n].barrier or "", action="arrive", per="launch")
+                for n in writes
+                if channels[n].kind is SyncKind.MBARRIER
+            ]
+            return StepPlan(
+                op=op.name, call=call, args=args, reads=reads, writes=writes,
+                barriers=tuple([*(w for w in waits if w is not None), *uses, *arrivals]), index=0, source=where,
+            )  # fmt: skip
+
+        if spec.stream:
+            return self._loads(op, step)
+        uses: list[BarrierUse] = []
+        if spec.ring:
+            uses += [
+                BarrierUse(barrier="ring_full", action="wait", per="stage"),
+                BarrierUse(barrier="ring_empty", action="arrive", per="stage"),
+            ]
+        if spec.accum == "out":
+            uses += [
+                BarrierUse(barrier="accum_empty", action="wait", per="tile", start=1),
+                BarrierUse(barrier="accum_full", action="arrive", per="tile"),
+            ]
+        if spec.accum == "in":
+            uses += [
+                BarrierUse(barrier="accum_full", action="wait", per="tile"),
+                BarrierUse(barrier="accum_empty", action="arrive", per="tile"),
+            ]
+        if role == "compute":
+            group = f"group_{op.name}"
+            uses += [
+                BarrierUse(barrier=group, action="arrive", per="tile"),
+                BarrierUse(barrier=group, action="wait", per="tile"),
+            ]
+        args = (warps[0],) if spec.ring or role == "compute" else ()
+        return [step(role, args, uses)]
+
+    def _channel_wait(self, channel: ChannelPlan) -> BarrierUse | None:
+        if channel.barrier is None:
+            return None
+        return BarrierUse(barrier=channel.barrier, action="wait", per="launch")
+
+    def _loads(self, op: Op, step: object) -> list[StepPlan]:
+        assert callable(step)
+        stage = op.stage()
+        assert stage is not None
+        cap = self._cap(op.name, stage["bytes"])
+        uses = [
+            BarrierUse(barrier="ring_empty", action="wait", per="stage", start=1),
+            BarrierUse(barrier="ring_full", action="expect_tx", per="stage"),
+        ]
+        for p in self.s.prefetches:
+            if p.op == op.name and p.into.ring and p.share < 1 and p.at is not None and self.fused:
+                split = round(p.share * WHOLE)
+                wait = BarrierUse(barrier=f"point_{p.at}", action="wait", per="launch")
+                point = StepPlan(op=None, call="wait_point", barriers=(wait,), index=0, source=source(p.loc))
+                before = [step("load_weights", (0, split, cap), uses)] if split else []
+                return [*before, point, step("load_weights", (split, WHOLE, cap), uses)]
+        return [step("load_weights", (0, WHOLE, cap), uses)]
+
+    def _cap(self, op: str, stage_bytes: int) -> int:
+        """Stages in flight: the last directive that speaks of the op, else the last general one."""
+        caps = [c for c in self.s.caps if c.op == op] or [c for c in self.s.caps if c.op is None]
+        if not caps:
+            return self.ring.stages
+        stages = caps[-1].bytes // stage_bytes
+        if stages < 1:
+            raise ScheduleError(
+                f"in_flight={caps[-1].bytes} is less than one stage of {op} ({stage_bytes} bytes)", loc=caps[-1].loc,
+                hint=f"allow at least {stage_bytes} bytes",
+            )  # fmt: skip
+        return min(stages, self.ring.stages)
+
+    def _prefetch_l2(self, p: Prefetch) -> StepPlan:
+        op = self.g.op(p.op)
+        split = round(p.share * WHOLE)
+        first, last = (split, WHOLE) if p.into.ring else (0, split)
+        ports = {**op.inputs, **op.outputs}
+        reads = tuple(ports[x] for x in op.role("load_weights").reads)
+        waits = tuple(BarrierUse(barrier="table_ready", action="wait", per="launch") for _ in reads)
+        return StepPlan(op=op.name, call="prefetch_l2", args=(first, last), reads=reads, barriers=waits, index=0, source=source(p.loc))
+
+    def _skip(self, op: Op, channels: dict[str, ChannelPlan]) -> StepPlan:
+        ports = {**op.inputs, **op.outputs}
+        reads = tuple(ports[x] for x in op.role("load_weights").reads)
+        waits = tuple(w for n in reads if (w := self._channel_wait(channels[n])) is not None)
+        return StepPlan(op=op.name, call="skip_accum", reads=reads, barriers=waits, index=0)
+
+
+def _service(call: str, loc: Loc | None = None, writes: tuple[str, ...] = ()) -> StepPlan:
+    return StepPlan(op=None, call=call, writes=writes, index=0, source=source(loc))
+
+
+def _same(a: tuple[StepPlan, ...], b: list[StepPlan]) -> bool:
+    return [x.model_copy(update={"index": 0}) for x in a] == b

@@ -1,0 +1,176 @@
+"""Muse Spark Open's layers as graphs, one rank's share of a tensor-parallel group.
+
+Dimensions and formulas follow the transformers implementation (``MuseSparkTextConfig``, ``MuseSparkMoE``,
+``MuseSparkTextDecoderLayer``); the residual stream is kept in fp32.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megagen.errors import ScheduleError
+from megagen.ir.graph import DType, Frozen, Graph, Op, Scope, Shard, Tensor, TensorKind, Weight
+from megagen.ops.combine import Combine
+from megagen.ops.dense_gemm import DenseGemm
+from megagen.ops.expert_gemm import ExpertGemm
+from megagen.ops.residual import Residual
+from megagen.ops.rms_norm import RmsNorm
+from megagen.ops.top_k import TopK
+
+MAX_TOKENS = 16  # two n8 MMA tiles; the kernels' compiled maximum
+
+
+class MuseSparkConfig(Frozen):
+    """The fields of the checkpoint's ``text_config`` that the kernels depend on, with its defaults."""
+
+    hidden: int = 8192
+    moe_hidden: int = 4096
+    intermediate: int = 4096
+    experts: int = 256
+    top_k: int = 8
+    layers: int = 62
+    rms_norm_eps: float = 1e-5
+    post_norm_eps: float = 1e-8
+    output_multiplier: float = 0.1767766952966369
+    residual_gate_temperature: float = 0.3
+    residual_gate_clamp: float = 1e-3
+    routed_scaling_factor: float = 1.0
+    router_eps: float = 1e-15
+
+
+def expert_block(
+    tp: int = 8,
+    tokens: int = MAX_TOKENS,
+    *,
+    split: Literal["nn", "nk"] = "nn",
+    experts: Literal["nvfp4", "bf16"] = "nvfp4",
+    config: MuseSparkConfig | None = None,
+) -> Graph:
+    """Pre-FFN norm to residual gate: the expert half of a layer.
+
+    ``split`` "nn" cuts both expert GEMMs on N with an all-gather after each; "nk" cuts the second on K and sums
+    the ranks' per-slot outputs in rank order before the per-expert norm. Raises ScheduleError for a ``tp`` that
+    is not 1, 2, 4 or 8 or does not divide the dimensions, and for ``tokens`` outside 1 to 16.
+    """
+    c = config or MuseSparkConfig()
+    if tp not in (1, 2, 4, 8):
+        raise ScheduleError(f"tp={tp}: tensor parallelism over {tp} ranks is not supported", hint="use 1, 2, 4 or 8")
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ScheduleError(f"tokens={tokens}: a launch takes 1 to {MAX_TOKENS} tokens")
+    if split not in ("nn", "nk") or experts not in ("nvfp4", "bf16"):
+        raise ScheduleError(f"split={split!r}, experts={experts!r}", hint='split is "nn" or "nk", experts "nvfp4" or "bf16"')
+    for name, size in (("moe_hidden", c.moe_hidden), ("intermediate", c.intermediate), ("hidden", c.hidden)):
+        if size % (16 * tp):
+            raise ScheduleError(f"{name}={size} does not divide into {tp} shards of whole 16-row blocks")
+    h, m, i, t = c.hidden, c.moe_hidden, c.intermediate, tokens
+    edtype = DType(experts)
+    router_chunk, dense_chunk = 512, 1024  # K of a unit: 32 KB of fp32 or bf16
+
+    tensors: list[Tensor] = []
+
+    def tensor(name: str, *shape: int, dtype: DType = DType.BF16, **more: object) -> str:
+        tensors.append(Tensor(name=name, shape=shape, dtype=dtype, **more))  # type: ignore[arg-type]
+        return name
+
+    stream = tensor("stream", t, h, dtype=DType.FP32, kind=TensorKind.INPUT)
+    normed = tensor("normed", t, h)
+    logits = tensor("logits", h // router_chunk, c.experts // 16, t, 16, dtype=DType.FP32)
+    routes = tensor("routes", t, 2 * c.top_k, dtype=DType.U32)
+    table = tensor("table", 1, dtype=DType.U32, scope=Scope.BLOCK)
+    pooled_partials = tensor("pooled_partials", h // dense_chunk, m // tp // 16, t, 16, dtype=DType.FP32)
+    pooled = tensor("pooled", t, m, scope=Scope.WORLD, shard_axis=1)
+    expert_in = tensor("expert_in", t, m)
+    if split == "nn":
+        expert_mid = tensor("expert_mid", t, c.top_k, i, scope=Scope.WORLD, shard_axis=2)
+        expert_out = tensor("expert_out", t, c.top_k, m, scope=Scope.WORLD, shard_axis=2)
+    else:
+        expert_mid = tensor("expert_mid", t, c.top_k, i // tp)
+        expert_out = tensor("expert_out", tp, t, c.top_k, m, scope=Scope.WORLD, reduce=True)
+    combined = tensor("combined", t, m)
+    unpooled_partials = tensor("unpooled_partials", m // dense_chunk, h // tp // 16, t, 16, dtype=DType.FP32)
+    unpooled = tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
+    stream_out = tensor("stream_out", t, h, dtype=DType.FP32, kind=TensorKind.OUTPUT)
+
+    def vector(name: str, size: int, checkpoint: str, dtype: DType = DType.BF16) -> Weight:
+        return Weight(name=name, rows=size, k=1, dtype=dtype, names=(checkpoint,))
+
+    def matrix(name: str, rows: int, k: int, checkpoint: str, dtype: DType = DType.BF16, **more: object) -> Weight:
+        return Weight(name=name, rows=rows, k=k, dtype=dtype, names=(checkpoint,), **more)  # type: ignore[arg-type]
+
+    down_rows, down_k = (m // tp, i) if split == "nn" else (m, i // tp)
+    gate_up_weight = matrix(
+        "gate_up_weight", 2 * i // tp, m, "mlp.experts.gate_up_proj", edtype, shard=Shard.ROWS, experts=c.experts, gate_up=True
+    )
+    down_weight = matrix(
+        "down_weight", down_rows, down_k, "mlp.experts.down_proj", edtype,
+        shard=Shard.ROWS if split == "nn" else Shard.K, experts=c.experts,
+    )  # fmt: skip
+
+    def expert_stage(k: int) -> dict[str, int]:
+        """A ring stage of about 32,768 weights' worth: full K when it fits, several row blocks when K is short."""
+        if edtype is DType.NVFP4:
+            return {"stage_k": min(k, 4096), "stage_rows": 16 * max(1, 4096 // k)}
+        return {"stage_k": min(k, 1024), "stage_rows": 16 * max(1, 1024 // k)}
+
+    ops: tuple[Op, ...] = (
+        RmsNorm(
+            name="pre_ffn_norm", inputs={"in": stream}, outputs={"out": normed},
+            weights={"gain": vector("pre_ffn_gain", h, "pre_feedforward_layernorm.weight")},
+            width=h, eps=c.rms_norm_eps, in_dtype=DType.FP32,
+        ),
+        DenseGemm(
+            name="router", inputs={"in": normed}, outputs={"partials": logits},
+            weights={"weight": matrix("router_weight", c.experts, h, "mlp.gate.weight", DType.FP32)},
+            rows=c.experts, world_rows=c.experts, k=h, unit_k=router_chunk, partials_only=True,
+        ),
+        DenseGemm(
+            name="pooler", inputs={"in": normed}, outputs={"partials": pooled_partials, "out": pooled},
+            weights={"weight": matrix("pooler_weight", m // tp, h, "mlp.pre_expert_proj.weight", shard=Shard.ROWS)},
+            rows=m // tp, world_rows=m, k=h, unit_k=dense_chunk,
+        ),
+        TopK(
+            name="top_k", inputs={"logits": logits}, outputs={"routes": routes, "table": table},
+            weights={"bias": vector("router_bias", c.experts, "mlp.gate.e_score_correction_bias", DType.FP32)},
+            experts=c.experts, k=c.top_k, chunks=h // router_chunk,
+            multiplier=c.output_multiplier, eps=c.router_eps, scale=c.routed_scaling_factor,
+        ),
+        RmsNorm(
+            name="pre_expert_norm", inputs={"in": pooled}, outputs={"out": expert_in},
+            weights={"gain": vector("pre_expert_gain", m, "mlp.pre_expert_norm.weight")},
+            width=m, eps=c.rms_norm_eps, in_dtype=DType.BF16,
+        ),
+        ExpertGemm(
+            name="gate_up", inputs={"in": expert_in, "table": table}, outputs={"out": expert_mid},
+            weights={"weight": gate_up_weight},
+            rows=2 * i // tp, k=m, columns=i if split == "nn" else i // tp, top_k=c.top_k,
+            swiglu=True, per_slot=False, **expert_stage(m),
+        ),
+        ExpertGemm(
+            name="down", inputs={"in": expert_mid, "table": table}, outputs={"out": expert_out},
+            weights={"weight": down_weight},
+            rows=down_rows, k=down_k, columns=m, top_k=c.top_k,
+            swiglu=False, per_slot=True, reduce=split == "nk", **expert_stage(down_k),
+        ),
+        Combine(
+            name="combine", inputs={"in": expert_out, "routes": routes, "table": table}, outputs={"out": combined},
+            weights={"gain": vector("post_expert_gain", m, "mlp.experts.post_expert_norm.weight")},
+            width=m, top_k=c.top_k, eps=c.post_norm_eps, parts=tp if split == "nk" else 1,
+        ),
+        DenseGemm(
+            name="unpooler", inputs={"in": combined}, outputs={"partials": unpooled_partials, "out": unpooled},
+            weights={"weight": matrix("unpooler_weight", h // tp, m, "mlp.post_expert_proj.weight", shard=Shard.ROWS)},
+            rows=h // tp, world_rows=h, k=m, unit_k=dense_chunk,
+        ),
+        Residual(
+            name="residual", inputs={"in": unpooled, "stream": stream}, outputs={"out": stream_out},
+            weights={
+                "gain": vector("post_ffn_gain", h, "post_feedforward_layernorm.weight"),
+                "gate": vector("residual_gate", h, "post_feedforward_residual_gate.gate", DType.FP32),
+            },
+            width=h, eps=c.post_norm_eps, temperature=c.residual_gate_temperature, clamp=c.residual_gate_clamp,
+        ),
+    )  # fmt: skip
+    return Graph(
+        name=f"muse_spark.expert_block.{split}", tp=tp, tokens=t, ops=ops, tensors={x.name: x for x in tensors},
+        attributes={"split": split, "experts": experts, "config": c},
+    )  # fmt: skip

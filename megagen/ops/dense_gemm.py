@@ -1,0 +1,88 @@
+"""Dense GEMM of a few tokens: y = x W^T, weights streamed once through the ring.
+
+Work unit: 16 rows x ``unit_k`` of K, one ring stage. Eight slices of K within a unit, summed in ascending order
+by the reduce role, then units summed in ascending K by the finish role: a fixed tree, whatever the placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from megagen.ir.graph import Cost, DType, Op, Per, RoleSpec, Routing
+
+if TYPE_CHECKING:
+    import torch
+
+ROW_BLOCK = 16  # rows of a unit: the M of an MMA
+FORMATS = {DType.BF16: 0, DType.FP32: 1, DType.NVFP4: 2}  # WeightFormat of mma/format.cuh
+
+
+class DenseGemm(Op):
+    """``rows`` are rank-local, ``world_rows`` what all ranks make together.
+
+    Inputs: ``in`` bf16 [tokens, k]. Outputs: ``partials`` fp32 [k / unit_k, rows / 16, tokens, 16] and, unless
+    ``partials_only``, ``out`` bf16 [tokens, world_rows], gathered over the ranks.
+    """
+
+    kind: ClassVar[str] = "dense_gemm"
+    header: ClassVar[str] = "ops/dense_gemm.cuh"
+    struct: ClassVar[str] = "DenseGemm"
+
+    rows: int
+    world_rows: int
+    k: int
+    unit_k: int
+    partials_only: bool = False
+
+    def roles(self) -> tuple[RoleSpec, ...]:
+        roles = [
+            RoleSpec(name="load_weights", warps=(1,), stream=True),
+            RoleSpec(name="math", warps=(8,), align=4, reads=("in",), ring=True, accum="out"),
+            RoleSpec(name="reduce", warps=(1,), accum="in", writes=("partials",)),
+        ]
+        if not self.partials_only:
+            roles.append(RoleSpec(name="finish", warps=(1,), reads=("partials",), writes=("out",)))
+        return tuple(roles)
+
+    def constants(self) -> dict[str, int | float]:
+        return {
+            "kRows": self.rows,
+            "kWorldRows": self.world_rows,
+            "kK": self.k,
+            "kUnitK": self.unit_k,
+            "kFormat": FORMATS[self.weights["weight"].dtype],
+        }
+
+    def stage(self) -> Mapping[str, int]:
+        bits = self.weights["weight"].dtype.bits
+        return {
+            "rows": ROW_BLOCK,
+            "k": self.unit_k,
+            "bytes": int(ROW_BLOCK * self.unit_k * bits // 8),
+            "per_tile": 1,
+        }
+
+    def publishes(self, role: str) -> tuple[int, Per]:
+        blocks = self.rows // ROW_BLOCK
+        return (blocks if role == "finish" else blocks * self.k // self.unit_k), "launch"
+
+    def cost(self, routing: Routing) -> Cost:
+        t = routing.tokens
+        out = 4 * t * self.rows if self.partials_only else 2 * t * self.world_rows
+        return Cost(
+            weight_bytes=self.weights["weight"].bytes,
+            activation_bytes=2 * t * self.k + out,
+            operations=2 * t * self.rows * self.k,
+        )
+
+    def reference(self, env: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Gives ``out`` [tokens, world_rows], or fp32 [tokens, rows] under the name of ``partials`` when there is
+        nothing else; fp32 weights (the router's) compute in fp32 whatever ``dtype`` is."""
+        import torch
+        from torch.nn.functional import linear
+
+        weight = self.weights["weight"]
+        compute = torch.float32 if weight.dtype is DType.FP32 else dtype
+        y = linear(env[self.inputs["in"]].to(dtype).to(compute), env[weight.name].to(compute))
+        return {self.outputs["partials"]: y.float()} if self.partials_only else {self.outputs["out"]: y}

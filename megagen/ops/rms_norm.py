@@ -1,0 +1,48 @@
+"""Centred RMSNorm of whole rows: bf16(x * rsqrt(mean(x^2) + eps) * (1 + w)), one final rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+from megagen.ir.graph import Cost, DType, Op, Per, RoleSpec, Routing
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RmsNorm(Op):
+    """Input ``in`` [tokens, width], fp32 (a launch input) or bf16; output ``out`` bf16 [tokens, width]."""
+
+    kind: ClassVar[str] = "rms_norm"
+    header: ClassVar[str] = "ops/rms_norm.cuh"
+    struct: ClassVar[str] = "RmsNorm"
+
+    width: int
+    eps: float
+    in_dtype: DType
+
+    def roles(self) -> tuple[RoleSpec, ...]:
+        return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in",), writes=("out",)),)
+
+    def constants(self) -> dict[str, int | float]:
+        return {"kWidth": self.width, "kEps": self.eps}
+
+    def publishes(self, role: str) -> tuple[int, Per]:
+        return 8, "token"  # each of its eight warps
+
+    def cost(self, routing: Routing) -> Cost:
+        t = routing.tokens
+        return Cost(
+            weight_bytes=self.weights["gain"].bytes,
+            activation_bytes=int(t * self.width * (self.in_dtype.bits + 16) // 8),
+            operations=4 * t * self.width,
+        )
+
+    def reference(self, env: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        import torch
+
+        x = env[self.inputs["in"]].to(dtype).float()
+        gain = (1 + env[self.weights["gain"].name].to(dtype)).float()
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * gain
+        return {self.outputs["out"]: y.to(dtype)}

@@ -1,0 +1,79 @@
+"""The kernel's parameter block: ``megagen::System`` by value, then one device pointer per parameter of the Plan."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from megagen.errors import DeviceError
+from megagen.ir.graph import DType
+from megagen.ir.plan import ParamPlan, Plan
+
+ALIGNMENT = 256  # bytes; bulk copies need 16, whole sectors and lines are faster
+MAX_LIVE = 8
+CONTROL_WORDS = 16  # u32: [0] tokens of the launch
+TORCH_NAMES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.U32: "int32"}
+
+_SYSTEM = struct.Struct(f"<{MAX_LIVE}Q QQ IIII 32x")
+
+
+@dataclass(frozen=True)
+class System:
+    """``megagen::System`` (include/megagen/system.cuh), 128 bytes. Addresses are device addresses.
+
+    ``control``: u32[16]. ``route_override``: i32[16][top_k], -1 keeps the router's choice; 0 for none.
+    ``timeout_ms``: bound of every wait, 0 for none.
+    """
+
+    heaps: Sequence[int]  # of each live rank
+    control: int
+    route_override: int
+    rank: int
+    live: int
+    world: int
+    timeout_ms: int
+
+    def pack(self) -> bytes:
+        if not 1 <= self.live <= MAX_LIVE or self.world % self.live or not 0 <= self.rank < self.live:
+            raise DeviceError(f"rank {self.rank} of {self.live} live ranks in a world of {self.world} is impossible")
+        if len(self.heaps) != self.live:
+            raise DeviceError(f"{len(self.heaps)} heaps for {self.live} live ranks")
+        heaps = (*self.heaps, *[0] * (MAX_LIVE - self.live))
+        numbers = (self.rank, self.live, self.world, self.timeout_ms)
+        return _SYSTEM.pack(*heaps, self.control, self.route_override, *numbers)
+
+
+def pointers(plan: Plan) -> tuple[ParamPlan, ...]:
+    """The parameters that are device pointers, in the order of the block."""
+    return tuple(p for p in plan.params if p.what != "system")
+
+
+def pack(plan: Plan, system: System, addresses: Mapping[str, int]) -> bytes:
+    """The block's bytes. ``addresses`` has the device address of every pointer parameter."""
+    values = [addresses[p.name] for p in pointers(plan)]
+    return system.pack() + struct.pack(f"<{len(values)}Q", *values)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor bound to a parameter must be; ``dtype`` is torch's name for it."""
+
+    bytes: int
+    dtype: str
+    what: str
+
+
+def expected(plan: Plan) -> dict[str, Expected]:
+    """Expected tensors by parameter name. Packed tiles are bytes, weights' vectors fp32, the rest as the Plan says."""
+    weights = {w.parameter: w for w in plan.weights}
+    found = {}
+    for p in pointers(plan):
+        weight = weights.get(p.name)
+        if weight is not None and weight.layout == "tiles":
+            found[p.name] = Expected(weight.bytes, "uint8", p.what)
+            continue
+        dtype = DType.FP32 if weight is not None or p.dtype is None else p.dtype
+        found[p.name] = Expected(prod(p.shape) * int(dtype.bits) // 8, TORCH_NAMES[dtype], p.what)
+    return found

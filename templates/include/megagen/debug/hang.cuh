@@ -1,0 +1,43 @@
+// What a wait leaves behind when it takes too long: a record a warp, and the sticky abort word on every rank.
+#pragma once
+
+#include <megagen/ptx/control.cuh>
+#include <megagen/ptx/memory.cuh>
+
+namespace megagen::debug {
+
+// 64 bytes, mirrored by megagen/runtime/hang.py. The wait itself writes the first five words, in line (a call would
+// spill the caller's registers); the warp's end writes the rest.
+enum Field : u32 { kState, kStep, kEdge, kSlot, kPhase, kObserved, kSmid, kBlock, kWarp, kRank, kEpoch, kFields = 16 };
+enum State : u32 { kExpired = 1, kWoken = 2 };
+
+template <class Ctx>
+MEGAGEN_DEVICE u8* record(const Ctx& ctx) {
+  return ctx.heap + Ctx::Kernel::kRecordOffset + (ctx.block * Ctx::Kernel::kWarps + ctx.warp) * (kFields * 4);
+}
+
+template <class Ctx>
+MEGAGEN_DEVICE void give_up(Ctx& ctx, u32 state, u32 edge, u32 slot, u32 phase) {
+  ctx.dead = true;
+  if (ctx.lane == 0) {
+    u8* r = record(ctx);
+    ptx::st_global_v4(r, {state, ctx.step, edge, slot});
+    ptx::st_global_u32(r + 4 * kPhase, phase);
+  }
+}
+
+// Every warp that gave up, before it meets the others: they are told, on all ranks.
+template <class Ctx>
+MEGAGEN_DEVICE void report(const Ctx& ctx) {
+  if (!ctx.dead || ctx.lane != 0) return;
+  const System& sys = ctx.p.sys;
+  u8* r = record(ctx);
+  const u32 fields[5] = {ptx::smid(), ctx.block, ctx.warp, sys.rank, ctx.epoch};
+#pragma unroll
+  for (u32 i = 0; i < 5; ++i) ptx::st_global_u32(r + 4 * (kSmid + i), fields[i]);
+#pragma unroll 1
+  for (u32 peer = 0; peer < sys.live; ++peer)
+    ptx::atom_cas_relaxed_sys(sys.heap[peer] + Ctx::Kernel::kAbortOffset, 0, 1 + ctx.block * Ctx::Kernel::kWarps + ctx.warp);
+}
+
+}  // namespace megagen::debug

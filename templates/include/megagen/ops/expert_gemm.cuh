@@ -1,0 +1,184 @@
+// GEMM of the experts that this launch's tokens use, a table entry (expert, up to eight tokens) after the other. See megagen/ops/expert_gemm.py.
+#pragma once
+
+#include <megagen/mem/operand.cuh>
+#include <megagen/mem/row.cuh>
+#include <megagen/ops/stream.cuh>
+#include <megagen/ops/top_k.cuh>
+
+namespace megagen::ops {
+
+// Op: kRows, kK, kColumns, kStageRows, kStageK, kFormat, kTopK, kSwiglu, kPerSlot, kStageBytes, kHint, kL2Hint, In,
+// Table, Out, weight(params), scale(params) where the format has second-level scales.
+template <class Op>
+struct ExpertGemm {
+  static constexpr WeightFormat kFormat = static_cast<WeightFormat>(Op::kFormat);
+  using Weights = Format<kFormat>;
+  static constexpr u32 kBlocksPerStage = Op::kStageRows / kRowBlock;
+  static constexpr u32 kStagesPerTile = Op::kK / Op::kStageK;
+  static constexpr u32 kTilesPerExpert = Op::kRows / Op::kStageRows;
+  static constexpr u32 kGroups = Op::kStageK / kSlices / kGroup;  // of a slice of a stage
+  static constexpr u32 kSliceBytes = Weights::slice_bytes(kGroups * kGroup);
+  static constexpr u32 kColumnsPerBlock = Op::kSwiglu ? kRowBlock / 2 : kRowBlock;
+  static_assert(kBlocksPerStage == 1 || kStagesPerTile == 1, "a stage is a piece of a row block or several whole ones");
+  static_assert(kBlocksPerStage * kSlices * kSliceBytes == Op::kStageBytes, "packing and policy agree");
+
+  struct Tiles {
+    template <class Ctx>
+    MEGAGEN_DEVICE Range run(const Ctx& ctx) {
+      return share_of(Op::Table::get(ctx).used() * kTilesPerExpert, ctx.block, Ctx::Kernel::kBlocks);
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
+      const Range r = run(ctx);
+      return (r.last - r.first) * kStagesPerTile;
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE const u8* source(const Ctx& ctx, u32 i) {
+      const u32 tile = run(ctx).first + i / kStagesPerTile;
+      const u32 expert = Op::Table::get(ctx).expert(tile / kTilesPerExpert);
+      const u64 stage = static_cast<u64>(expert * kTilesPerExpert + tile % kTilesPerExpert) * kStagesPerTile + i % kStagesPerTile;
+      return Op::weight(ctx.p) + stage * Op::kStageBytes;
+    }
+  };
+  using Stream = WeightStream<Tiles, Op::kStageBytes, static_cast<Hint>(Op::kHint)>;
+
+  template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
+  MEGAGEN_DEVICE void load_weights(Ctx& ctx) {
+    if (!Op::Table::wait(ctx)) return;
+    Stream::template load<kFirst, kLast, kInFlight>(ctx);
+  }
+
+  template <u32 kFirst, u32 kLast, class Ctx>
+  MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
+    if (!Op::Table::wait(ctx)) return;
+    Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
+  }
+
+  template <class Ctx>
+  MEGAGEN_DEVICE void skip_accum(Ctx& ctx) {
+    if (!Op::Table::wait(ctx)) return;
+    const Range r = Tiles::run(ctx);
+    ctx.accum.advance((r.last - r.first) * kBlocksPerStage);
+  }
+
+  template <u32 kFirstWarp, class Ctx>
+  MEGAGEN_DEVICE void math(Ctx& ctx) {
+    if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return;
+    const ExpertTable table = Op::Table::get(ctx);
+    const Range run = Tiles::run(ctx);
+#pragma unroll 1
+    for (u32 tile = run.first; tile < run.last;) {
+      const u32 used = tile / kTilesPerExpert;
+      const u32 end = (used + 1) * kTilesPerExpert < run.last ? (used + 1) * kTilesPerExpert : run.last;
+      if (!expert_math<kFirstWarp>(ctx, table, used, end - tile)) return;
+      tile = end;
+    }
+  }
+
+  // n tiles of one table entry: its tokens stay in registers.
+  template <u32 kFirstWarp, class Ctx>
+  MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, u32 used, u32 n) {
+    const u32 slice = ctx.warp - kFirstWarp;
+    const u32 column = ctx.lane / 4;
+    const bool valid = column < table.count(used);
+    u32 row = 0;
+    if (valid) {
+      const u32 entry = table.entry(used, column);
+      row = (Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK;
+    }
+    u32 b[kStagesPerTile][kGroups][1][kGroupWords];
+    if (!load_operand<typename Op::In, kStagesPerTile * kGroups>(ctx, b[0][0][0], valid, row, [&](u32 i) {
+          return i / kGroups * Op::kStageK + (slice * kGroups + i % kGroups) * kGroup;
+        }))
+      return false;
+#pragma unroll 1
+    for (u32 i = 0; i < n; ++i) {
+      if constexpr (kBlocksPerStage == 1) {
+        Accumulators<1> acc;
+#pragma unroll
+        for (u32 s = 0; s < kStagesPerTile; ++s) {
+          if (!Ctx::Ring::acquire(ctx)) return false;
+          Weights::template multiply<kGroups, 1>(acc, Ctx::Ring::stage(ctx) + slice * kSliceBytes, ctx.lane, b[s]);
+          Ctx::Ring::release(ctx, acc.sum(0, 0));
+        }
+        if (!Ctx::Accum::put(ctx, slice, acc)) return false;
+      } else {
+        if (!Ctx::Ring::acquire(ctx)) return false;
+        const u32 stage = Ctx::Ring::stage(ctx) + slice * kSliceBytes;
+        float consumed = 0;
+#pragma unroll 1
+        for (u32 r = 0; r < kBlocksPerStage; ++r) {
+          Accumulators<1> acc;
+          Weights::template multiply<kGroups, 1>(acc, stage + r * kSlices * kSliceBytes, ctx.lane, b[0]);
+          consumed += acc.sum(0, 0);
+          if (!Ctx::Accum::put(ctx, slice, acc)) return false;
+        }
+        Ctx::Ring::release(ctx, consumed);
+      }
+    }
+    return true;
+  }
+
+  template <class Ctx>
+  MEGAGEN_DEVICE void reduce(Ctx& ctx) {
+    if (!Op::Table::wait(ctx)) return;
+    const ExpertTable table = Op::Table::get(ctx);
+    const Range run = Tiles::run(ctx);
+#pragma unroll 1
+    for (u32 tile = run.first; tile < run.last; ++tile) {
+      const u32 used = tile / kTilesPerExpert;
+      float scale[2] = {1.0f, 1.0f};
+      if constexpr (kFormat == WeightFormat::kNvfp4) {
+        const u32 expert = table.expert(used);
+        constexpr u32 kHalves = Op::kSwiglu ? 2 : 1;
+        scale[0] = ptx::ld_constant_f32(Op::scale(ctx.p) + expert * kHalves * 4);
+        scale[1] = kHalves == 1 ? scale[0] : ptx::ld_constant_f32(Op::scale(ctx.p) + (expert * kHalves + 1) * 4);
+      }
+#pragma unroll 1
+      for (u32 r = 0; r < kBlocksPerStage; ++r) {
+        const u32 column = ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock;
+        if (!epilogue(ctx, table, used, column, scale)) return;
+      }
+      Op::Out::publish(ctx);
+    }
+  }
+
+  // Lanes g and g + 1 (g even) hold neighbouring output columns: each takes one token of their pair of columns.
+  template <class Ctx>
+  MEGAGEN_DEVICE bool epilogue(Ctx& ctx, const ExpertTable& table, u32 used, u32 column, const float (&scale)[2]) {
+    const u32 g = ctx.lane / 4, odd = g % 2;
+    const u32 count = table.count(used);
+    if (!Ctx::Accum::acquire(ctx)) return false;
+    float c[4];
+    Ctx::Accum::take(ctx, 0, c);
+    Ctx::Accum::release(ctx, c[0]);
+    const u32 at = ctx.lane % 4 * 2 + odd;
+    u32 row = 0;
+    if (at < count) {
+      const u32 entry = table.entry(used, at);
+      row = (entry >> 8) * Op::kTopK + (entry & 255);
+    }
+#pragma unroll
+      for (u32 h = 0; h < (Op::kSwiglu ? 1 : 2); ++h) {
+        float y[2];
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) {
+          if constexpr (Op::kSwiglu) {
+            const float gate = c[i] * scale[0], up = c[2 + i] * scale[1];
+            y[i] = __fdividef(gate, 1.0f + __expf(-gate)) * up;
+          } else {
+            y[i] = c[2 * h + i] * scale[0];
+          }
+        }
+        const float theirs = __shfl_xor_sync(kFullMask, odd ? y[0] : y[1], 4);
+        const u32 word = odd ? ptx::cvt_bf16x2(theirs, y[1]) : ptx::cvt_bf16x2(y[0], theirs);
+        if (at < count) Op::Out::send(ctx, row, column + h * 8 + g - odd, word);
+    }
+    return true;
+  }
+};
+
+}  // namespace megagen::ops

@@ -1,0 +1,40 @@
+// Fixed-width types and the function attribute that every device function here carries.
+// No standard header: NVRTC compiles this without a toolkit.
+#pragma once
+
+namespace megagen {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+#define MEGAGEN_DEVICE static __device__ __forceinline__
+
+constexpr u32 kFullMask = 0xffffffffu;
+constexpr u32 kMaxRanks = 8;
+
+// What every kernel gets beside its tensors. Mirrored by megagen/runtime.
+struct System {
+  u8* heap[kMaxRanks];        // each live rank's exchange memory
+  const u32* control;         // [0] = tokens of this launch
+  const int* route_override;  // [tokens][top_k] expert ids, -1 = keep; null = none
+  u32 rank;                   // live rank
+  u32 live;                   // live ranks
+  u32 world;                  // ranks including stand-ins
+  u32 timeout_ns;             // bound of every wait; 0 = only an abort ends it
+  u32 reserved[8];
+};
+static_assert(sizeof(System) == 128, "runtime packs 128 bytes");
+
+// A contiguous share of n tiles: the same rule on every block, so any block count works.
+struct Range {
+  u32 first;
+  u32 last;
+};
+
+MEGAGEN_DEVICE Range share_of(u32 n, u32 part, u32 parts) {
+  return {n * part / parts, n * (part + 1) / parts};
+}
+
+}  // namespace megagen

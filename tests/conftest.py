@@ -1,0 +1,45 @@
+"""Shared by all tests: where things are, how they spread over workers, and what needs a GPU."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep the suite's compiled kernels in the checkout, out of the user's cache; workers inherit this."""
+    os.environ.setdefault("MEGAGEN_CACHE_DIR", str(ROOT / ".cache" / "megagen"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests share a worker, for its fixtures; all GPU tests share one, for the GPU's memory and clocks."""
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("gpu" if item.get_closest_marker("gpu") else item.path.stem))
+    reason = _no_gpu() if gpu else None
+    if reason:
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason=f"no GPU: {reason}"))
+
+
+def _no_gpu() -> str | None:
+    """Why GPU tests cannot run here, or None."""
+    from megagen.errors import DeviceError
+    from megagen.runtime.driver import require_torch
+
+    try:
+        require_torch(0)
+    except DeviceError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository's root."""
+    return ROOT

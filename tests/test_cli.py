@@ -1,0 +1,536 @@
+"""The command line: what it prints, what it refuses, how it exits, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from megagen.cli import explain, main, pipeline
+from megagen.errors import Loc, MegagenError, ScheduleError
+from megagen.ir.graph import DType, Graph, Scope
+from megagen.ir.plan import (
+    BarrierPlan,
+    BarrierUse,
+    ChannelPlan,
+    HeapPlan,
+    KernelPlan,
+    LaunchPlan,
+    Machine,
+    OpPlan,
+    Plan,
+    ProgramPlan,
+    RegionPlan,
+    Reset,
+    RingPlan,
+    RoleRef,
+    Source,
+    StepPlan,
+    StreamPlan,
+    SyncKind,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = ROOT / "schedules" / "muse_moe.py"
+NO_GRAPH = Graph(name="none", tp=8, tokens=16, ops=(), tensors={})
+GEMMS = ("router", "pooler", "gate_up", "down", "unpooler")
+
+
+def megagen(*args: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    """The real command in its own process."""
+    code = "from megagen.cli.main import app; app(prog_name='megagen')"
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, args)],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def in_process(*args: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command run here, where its parts can be replaced."""
+    result = CliRunner().invoke(main.app, list(args), prog_name="megagen")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def files(*folders: Path) -> set[Path]:
+    return {p for folder in folders for p in folder.rglob("*")}
+
+
+# -- a Plan small enough to know by heart ----------------------------------------------------------------------
+
+
+def step(index: int, op: str | None, call: str, *barriers: BarrierUse, line: int = 0, **more: Any) -> StepPlan:
+    source = Source(file="s.py", line=line) if line else Source()
+    return StepPlan(op=op, call=call, index=index, barriers=barriers, source=source, **more)
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Two GEMMs placed alike and a norm, on six warps: 1 loads, 2-5 do the mathematics, 0 the norm."""
+    full = BarrierUse(barrier="full", action="expect_tx", per="stage")
+    loads = (step(0, "a", "load_weights", full, line=7, args=(3,)), step(1, "b", "load_weights", full, line=8))
+    maths = tuple(
+        step(i, op, "math", BarrierUse(barrier="full", action="wait", per="stage")) for i, op in ((2, "a"), (3, "b"))
+    )
+    norm = (step(4, "n", "math"), step(5, None, "reset"))
+
+    def op(name: str, kind: str, weight_bytes: int, stream: StreamPlan | None, **roles: tuple[int, ...]) -> OpPlan:
+        return OpPlan(
+            name=name, kind=kind, header="", struct="", constants={}, channels={}, tensors={}, weights={}, barriers={},
+            regions={}, roles=roles, specs=(), stream=stream, weight_bytes=weight_bytes, activation_bytes=1000,
+            operations=2_000_000,
+        )  # fmt: skip
+
+    stream = StreamPlan(weight="w", stage_bytes=2048, per_tile=2, stage_rows=16, stage_k=64)
+    return Plan(
+        name="small", graph="g", tp=8, tokens=16, fused=True, choices={"depth": "2"},
+        nominal_experts=49, nominal_tokens=16,
+        machine=Machine(
+            name="toy", arch="sm_90a", sms=4, blocks_fit={1: 4}, shared_bytes=8192, registers=65536, barriers=16,
+            icache_bytes=131072, l2_bytes=1 << 20, hbm_bytes_per_s=2e12,
+        ),
+        launch=LaunchPlan(
+            blocks=4, cluster=1, warps=6, shared_bytes=4352, pdl=True, early_trigger=False, registers=None,
+        ),
+        ring=RingPlan(stages=2, stage_bytes=2048, region="ring", full="full", empty="empty", consumers=4),
+        heap=HeapPlan(bytes=4096, epoch_offset=0, abort_offset=64, record_offset=128, record_bytes=64),
+        params=(), weights=(),
+        regions=(RegionPlan(name="ring", offset=0, bytes=4096, align=128),),
+        barriers=(BarrierPlan(name="full", offset=4096, slots=2, count=1, tx=True, index=1),),
+        channels=(
+            ChannelPlan(
+                name="x", dtype=DType.BF16, shape=(16, 64), scope=Scope.RANK, kind=SyncKind.LAMPORT, empty=0xFFFFFFFF,
+                copies=2, reset=Reset.LAUNCH, offset=256, bytes=2048, counter_offset=None, row_stride=64, rank_stride=0,
+                shard=64, arrivals=1, arrivals_per="launch", index=0, source=Source(file="s.py", line=12),
+                writers=(RoleRef(op="n", role="math"),), readers=(RoleRef(op="a", role="math"),),
+            ),
+        ),
+        ops=(
+            op("n", "rms_norm", 0, None, math=(0,)),
+            op("a", "dense_gemm", 3_000_000, stream, load_weights=(1,), math=(2, 3, 4, 5)),
+            op("b", "dense_gemm", 5_000_000, stream, load_weights=(1,), math=(2, 3, 4, 5)),
+        ),
+        kernels=(
+            KernelPlan(
+                name="small_kernel", ops=("n", "a", "b"), advances_epoch=True,
+                programs=(
+                    ProgramPlan(first=0, count=1, steps=norm),
+                    ProgramPlan(first=1, count=1, steps=loads),
+                    ProgramPlan(first=2, count=4, steps=maths),
+                ),
+            ),
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def given(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """Every schedule gives this Plan."""
+    monkeypatch.setattr(pipeline, "check", lambda request: pipeline.Checked(NO_GRAPH, plan, ()))
+    return plan
+
+
+def test_roles_share_rows_and_columns(plan: Plan) -> None:
+    sheet = explain.roles(plan)
+    assert [c.heading for c in sheet.columns] == ["warps", "n", "a\nb", "launch"]
+    shown = [[c.text(row) for c in sheet.columns] for row in sheet.rows]
+    assert shown == [["0", "math", "", "reset"], ["1", "", "load weights", ""], ["2-5", "", "math", ""]]
+
+
+def test_explain_json_is_the_plan(given: Plan) -> None:
+    code, out, err = in_process("explain", "s.py", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    own = "launch roles shared shared_bytes shared_limit syncs barriers streams ring loads costs total"
+    assert list(found) == ["plan", "machine", "tp", "tokens", "fused", "choices", *own.split()]
+    assert found["roles"][1] == {"first": 1, "count": 1, "jobs": {"a": ["load_weights"], "b": ["load_weights"]}}
+    assert [(r["offset"], r["bytes"], r["name"]) for r in found["shared"]] == [
+        (0, 4096, "ring"),
+        (4096, 16, "mbarrier full"),
+    ]
+    (edge,) = found["syncs"]
+    assert (edge["edge"], edge["kind"], edge["empty"], edge["copies"]) == ("x", "lamport", "0xffffffff", 2)
+    assert (edge["writers"], edge["readers"], edge["source"]) == (["n.math"], ["a.math"], "s.py:12")
+    assert [(b["wait"], b["arrive"]) for b in found["barriers"]] == [([2, 3, 4, 5], [1])]
+    assert [(r["op"], r["first"], r["args"], r["source"]) for r in found["loads"]] == [
+        ("a", 1, [3], "s.py:7"),
+        ("b", 1, [], "s.py:8"),
+    ]
+    # 3 MB at 2 TB/s take 1.5 µs, 5 MB 2.5 µs
+    assert [r["floor_us"] for r in found["costs"]] == [0, 1.5, 2.5]
+    assert found["total"] == {
+        "weight_bytes": 8_000_000,
+        "activation_bytes": 3000,
+        "operations": 6_000_000,
+        "floor_us": 4.0,
+    }
+
+
+def test_explain_shows_every_sheet(given: Plan) -> None:
+    code, out, _ = in_process("explain", "s.py")
+    assert code == 0
+    for text in ("small: one fused kernel on toy", "depth=2", "4.2 KiB of 8.0 KiB", "line 12", "0xffffffff", "lamport"):
+        assert text in out
+    assert re.search(r"^ *b +dense_gemm +5\.00 .* 2\.50 *$", out, re.M)
+    assert re.search(r"^ *total +8\.00 .* 4\.00 *$", out, re.M)
+
+
+@pytest.mark.parametrize(("warps", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2 5 7-8")])
+def test_runs(warps: list[int], text: str) -> None:
+    assert explain.runs(warps) == text
+
+
+KERNEL = """
+extern "C" __global__ void small_kernel(float* out) {
+    float d[4] = {};
+    unsigned a = threadIdx.x;
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+                 "{%0,%1,%2,%3}, {%4,%4,%4,%4}, {%4,%4}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a));
+    out[threadIdx.x] = d[0] + d[1] + d[2] + d[3];
+}
+"""
+
+
+def test_build_says_what_came_out(given: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One MMA in the source is one in the table; the folder gets text, Plan and cubin."""
+    monkeypatch.setattr(pipeline, "emit", lambda plan: KERNEL)
+    monkeypatch.setenv("MEGAGEN_CACHE_DIR", str(tmp_path / "cache"))
+    out = tmp_path / "out"
+    args = ("build", "s.py", "--arch", "sm_90a,sm_90a", "--out", str(out))
+    code, text, err = in_process(*args, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(text)
+    own = "nominal_tokens nominal_experts hbm_bytes floor_us findings artifacts kernels"
+    assert list(found) == ["plan", "machine", "tp", "tokens", "fused", "choices", *own.split()]
+    (kernel,) = found["kernels"]
+    assert (kernel["kernel"], kernel["arch"]) == ("small_kernel", "sm_90a")
+    assert (kernel["mma"], kernel["traps"]) == ({"HMMA.16816.F32.BF16": 1}, 0)
+    assert (kernel["spill_bytes"], kernel["shared_bytes"]) == (0, 4352)
+    assert (kernel["hbm_bytes"], kernel["floor_us"]) == (8_000_000, 4.0)
+    (artifact,) = found["artifacts"]
+    assert artifact["cached"] is False
+    assert {p.name for p in out.iterdir()} == {"small.cu", "small.plan.json", "small.sm_90a.cubin"}
+    assert (out / "small.cu").read_text() == KERNEL
+    assert Plan.from_json((out / "small.plan.json").read_text()) == given
+    assert (out / "small.sm_90a.cubin").read_bytes() == Path(artifact["path"]).read_bytes()
+
+    code, text, _ = in_process(*args)
+    assert code == 0
+    assert "from the cache" in text
+    assert re.search(
+        r"small_kernel +sm_90a +\d+ +0 +4\.2 KiB .* 1 HMMA\.16816\.F32\.BF16 +0 +8\.00 +4\.0 *$", text, re.M
+    )
+
+
+# -- errors become messages and exit codes ---------------------------------------------------------------------
+
+
+def failing(error: BaseException) -> Callable[[object], Any]:
+    def fail(_: object) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_refusal_shows_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    loc = Loc("s.py", 3, 10, "s.assign(g.gate_upp)")
+    monkeypatch.setattr(pipeline, "check", failing(ScheduleError("no op 'gate_upp'", loc=loc, hint="gate_up?")))
+    code, out, err = in_process("build", "s.py")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[0] == "error: no op 'gate_upp'"
+    text, caret = (line for line in err.splitlines() if " | " in line)
+    assert text[caret.index("^") :].startswith("g.gate_upp")
+
+
+def test_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "check", failing(ZeroDivisionError("oh\nno")))
+    monkeypatch.delenv("MEGAGEN_TRACEBACK", raising=False)
+    code, out, err = in_process("check", "s.py")
+    assert (code, out) == (70, "")
+    assert err.splitlines()[0] == "internal error: ZeroDivisionError: oh no"
+    assert "MEGAGEN_TRACEBACK=1" in err
+    assert "Traceback" not in err
+    monkeypatch.setenv("MEGAGEN_TRACEBACK", "1")
+    code, _, err = in_process("check", "s.py")
+    assert code == 70
+    assert "Traceback" in err
+
+
+def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "check", failing(KeyboardInterrupt()))
+    assert in_process("check", "s.py") == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["build"],
+        ["build", "s.py", "--chose", "a=b"],
+        ["build", "s.py", "--choose", "depth"],
+        ["build", "s.py", "--choose", "depth=2", "--choose", "depth=3"],
+        ["build", "s.py", "--arch", ","],
+        ["build", "--check", "--update"],
+        ["explain"],
+        ["run", "s.py", "--tp", "many"],
+        ["nonsense"],
+    ],
+)
+def test_wrong_usage_exits_2(args: list[str], given: Plan) -> None:
+    code, out, err = in_process(*args)
+    assert (code, out) == (2, "")
+    assert "Error" in err
+    assert "Traceback" not in err
+
+
+def test_writing_aside_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "a.cu"
+    pipeline.write_aside(path, b"old")
+
+    def full(self: Path, target: Path) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(MegagenError, match=r"a\.cu: No space left"):
+        pipeline.write_aside(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+# -- the shipped schedule --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """`megagen build` of the shipped schedule: its JSON, and the folder of its --out."""
+    out = tmp_path_factory.mktemp("out")
+    done = megagen("build", SHIPPED, "--json", "--out", out)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), out
+
+
+@pytest.mark.slow
+def test_build_reports_every_architecture(built: tuple[dict[str, Any], Path]) -> None:
+    found, out = built
+    assert [k["arch"] for k in found["kernels"]] == ["sm_90a", "sm_100a", "sm_103a"]
+    for kernel in found["kernels"]:
+        assert sum(kernel["mma"].values()) > 0
+        assert kernel["traps"] == 0
+        assert kernel["code_bytes"] > 0
+        assert kernel["shared_bytes"] <= 227 * 1024  # the most a block of any of them may use
+    assert found["kernels"][0]["spill_bytes"] == 0
+    # 49 experts of 1024x4096 and 512x4096 at 4.5 bits; router 256x8192 in fp32; pooler and unpooler in bf16
+    weights = 49 * (1024 + 512) * 4096 * 4.5 / 8 + 256 * 8192 * 4 + (512 * 8192 + 1024 * 4096) * 2
+    assert weights <= found["hbm_bytes"] < weights * 1.001
+    plan = Plan.from_json((out / f"{found['plan']}.plan.json").read_text())
+    assert plan.to_json() == (out / f"{found['plan']}.plan.json").read_text()
+    for artifact in found["artifacts"]:
+        cubin = out / f"{found['plan']}.{artifact['arch']}.cubin"
+        assert cubin.read_bytes() == Path(artifact["path"]).read_bytes()
+        assert cubin.read_bytes()[:4] == b"\x7fELF"
+
+
+@pytest.mark.slow
+def test_every_gemm_uses_the_tensor_cores(built: tuple[dict[str, Any], Path]) -> None:
+    """One kernel an op shows which op an MMA belongs to."""
+    done = megagen("build", SHIPPED, "--unfused", "--json")
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)["kernels"]
+    fused = {op for k in Plan.from_json(next(built[1].glob("*.plan.json")).read_text()).kernels for op in k.ops}
+    assert set(GEMMS) <= fused
+    for arch in ("sm_90a", "sm_100a", "sm_103a"):
+        for op in GEMMS:
+            (kernel,) = (k for k in kernels if k["arch"] == arch and re.search(rf"(^|_){op}$", k["kernel"]))
+            assert sum(kernel["mma"].values()) > 0, f"{op} on {arch}"
+            assert kernel["traps"] == 0
+
+
+@pytest.mark.slow
+def test_a_second_build_is_quick(built: tuple[dict[str, Any], Path]) -> None:
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        done = megagen("build", SHIPPED)
+        times.append(time.monotonic() - start)
+        assert done.returncode == 0, done.stderr
+        assert "from the cache" in done.stdout
+    assert min(times) < 2.0
+
+
+def test_generated_is_up_to_date() -> None:
+    done = megagen("build", "--check")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stale_generated_file_is_found(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "// first\n// second\n"
+    monkeypatch.setattr(pipeline, "generated", lambda: tmp_path)
+    monkeypatch.setattr(pipeline, "check", lambda request: pipeline.Checked(NO_GRAPH, plan, ()))
+    monkeypatch.setattr(pipeline, "emit", lambda plan: text)
+    stale = tmp_path / SHIPPED.with_suffix(".cu").name
+    stale.write_text(text.replace("second", "2nd"))
+    orphan = tmp_path / "nobody.cu"
+    orphan.write_text("")
+    code, out, err = in_process("build", "--check")
+    assert (code, out) == (1, "")
+    assert "muse_moe.cu: 1 lines added, 1 removed" in err
+    assert "+// second" in err
+    assert "nobody.cu: no schedule makes it" in err
+    assert in_process("build", "--update")[0] == 0
+    assert stale.read_text() == text
+    assert not orphan.exists()
+    assert in_process("build", "--check") == (0, "generated/ is up to date\n", "")
+
+
+# -- bad input, in the real command ----------------------------------------------------------------------------
+
+# What is wrong -> (text of the shipped schedule, what stands there instead, what the message must contain).
+LAST = "    s.launch("
+MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "misspelt op": ("[g.gate_up, g.down]", "[g.gate_upp, g.down]", ("gate_upp", "'gate_up'", "^")),
+    "role unassigned": (", reduce=reducer)", ")", ("reduce",)),
+    "role on three warps": ("math=math, reduce", "math=s.warps(4, 7), reduce", ("math", "3")),
+    "role that is none": ("finish=finisher)", "finnish=finisher)", ("finnish", "'finish'", "^")),
+    "ring too large": ('s.choice("ring_stages", 4, 3, 5)', "99", ("shared memory",)),
+    "share over one": (
+        LAST,
+        "    s.prefetch(g.unpooler.weight, into=ring, share=1.5, during=g.down)\n" + LAST,
+        ("share=1.5", "^"),
+    ),
+    "deadlocking prefetch": (  # the pooler's weights wait for an op that needs the pooler's output
+        LAST,
+        "    s.prefetch(g.pooler.weight, into=ring, share=0, during=g.residual)\n" + LAST,
+        ("pooler", "residual"),
+    ),
+}
+
+
+def mistaken(what: str, folder: Path) -> tuple[Path, tuple[str, ...]]:
+    right, wrong, expected = MISTAKES[what]
+    text = SHIPPED.read_text()
+    assert text.count(right) == 1, f"{SHIPPED.name} has not one {right!r}"
+    path = folder / "mistaken.py"
+    path.write_text(text.replace(right, wrong))
+    return path, expected
+
+
+def refused(done: subprocess.CompletedProcess[str], *expected: str) -> None:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+    for text in expected:
+        assert text in done.stderr
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+@pytest.mark.parametrize("command", ["build", "check"])
+def test_a_mistake_is_refused_at_its_line(what: str, command: str, tmp_path: Path) -> None:
+    schedule, expected = mistaken(what, tmp_path)
+    cache = tmp_path / "cache"
+    done = megagen(command, schedule, cwd=tmp_path, MEGAGEN_CACHE_DIR=str(cache))
+    refused(done, "mistaken.py:", *expected)
+    assert files(tmp_path) == {schedule}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--tp", "3"], "tp=3"),
+        (["--tokens", "17"], "17"),
+        (["--tokens", "0"], "0"),
+        (["--machine", "h2000"], "h200"),
+        (["--choose", "nosuch=1"], "nosuch"),
+        (["--choose", "ring_stages=7"], "options: 4, 3, 5"),
+    ],
+)
+def test_an_impossible_option_is_refused(options: list[str], expected: str, tmp_path: Path) -> None:
+    done = megagen("build", SHIPPED, *options, "--out", "out", cwd=tmp_path, MEGAGEN_CACHE_DIR=str(tmp_path / "cache"))
+    refused(done, expected)
+    assert files(tmp_path) == set()
+
+
+def test_no_such_schedule(tmp_path: Path) -> None:
+    refused(megagen("build", "nosuch.py", cwd=tmp_path), "nosuch.py")
+
+
+def test_a_schedule_with_a_syntax_error(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def schedule(machine:\n")
+    refused(megagen("build", path, cwd=tmp_path), "broken.py:1")
+
+
+def test_no_such_architecture(tmp_path: Path) -> None:
+    env = {"MEGAGEN_CACHE_DIR": str(tmp_path / "cache")}
+    refused(megagen("build", SHIPPED, "--arch", "sm_9000x", cwd=tmp_path, **env), "sm_9000x")
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    env = {
+        "MEGAGEN_COMPILER": "nvcc",
+        "MEGAGEN_NVCC": "/nonexistent/nvcc",
+        "MEGAGEN_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    refused(megagen("build", SHIPPED, cwd=tmp_path, **env), "/nonexistent/nvcc", "help:")
+    assert files(tmp_path) == set()
+
+
+@pytest.mark.parametrize("variable", ["MEGAGEN_COMPILER", "MEGAGEN_KEEP"])
+def test_a_bad_setting_is_named(variable: str, tmp_path: Path) -> None:
+    refused(megagen("build", SHIPPED, cwd=tmp_path, **{variable: "nonsense"}), variable)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    """A file where the folder should be: refuses root too, which a read-only mode would not."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    refused(megagen("build", SHIPPED, cwd=tmp_path, MEGAGEN_CACHE_DIR=str(blocked / "cache")), str(blocked))
+    assert files(tmp_path) == {blocked}
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_no_gpu(command: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    done = megagen(command, SHIPPED, cwd=tmp_path, CUDA_VISIBLE_DEVICES="", MEGAGEN_CACHE_DIR=str(cache))
+    refused(done, "GPU")
+    assert files(tmp_path) == set()
+
+
+# -- on the GPU ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--unfused",), ("--launch", "1", "--experts", "8")])
+def test_run_holds_the_promise(options: tuple[str, ...]) -> None:
+    done = megagen("run", SHIPPED, "--json", *options)
+    assert done.returncode == 0, done.stderr
+    checks = {c["check"]: c for c in json.loads(done.stdout)["checks"]}
+    assert all(c["ok"] for c in checks.values())
+    for name in ("stream_out", "unpooled", "expert_mid"):
+        assert checks[name]["error"] > 0, "computed in bf16: an error of zero means that nothing was compared"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_bench_states_times_against_the_floor() -> None:
+    done = megagen("bench", SHIPPED, "--json", "--rounds", "10")
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)["figures"]
+    assert [f["variant"] for f in figures] == ["fused", "unfused"]
+    for f in figures:
+        assert f["floor"] < f["value"], "faster than HBM"
+        assert f["ratio"] == pytest.approx(f["value"] / f["floor"], rel=0.01)

@@ -13,6 +13,7 @@ from megagen.ir.plan import ParamPlan, Plan
 
 ALIGNMENT = 256  # bytes; bulk copies need 16, whole sectors and lines are faster
 MAX_LIVE = 8
+MAX_TIMEOUT_MS = 4000
 CONTROL_WORDS = 16  # u32: [0] tokens of the launch
 TORCH_NAMES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.U32: "int32"}
 
@@ -21,7 +22,7 @@ _SYSTEM = struct.Struct(f"<{MAX_LIVE}Q QQ IIII 32x")
 
 @dataclass(frozen=True)
 class System:
-    """``megagen::System`` (include/megagen/system.cuh), 128 bytes. Addresses are device addresses.
+    """``megagen::System`` (include/megagen/types.cuh), 128 bytes. Addresses are device addresses.
 
     ``control``: u32[16]. ``route_override``: i32[16][top_k], -1 keeps the router's choice; 0 for none.
     ``timeout_ms``: bound of every wait, 0 for none.
@@ -38,10 +39,14 @@ class System:
     def pack(self) -> bytes:
         if not 1 <= self.live <= MAX_LIVE or self.world % self.live or not 0 <= self.rank < self.live:
             raise DeviceError(f"rank {self.rank} of {self.live} live ranks in a world of {self.world} is impossible")
+        if not 0 <= self.timeout_ms <= MAX_TIMEOUT_MS:
+            raise DeviceError(
+                f"a timeout of {self.timeout_ms} ms: the device counts nanoseconds in 32 bits", hint=f"0 to {MAX_TIMEOUT_MS} ms"
+            )
         if len(self.heaps) != self.live:
             raise DeviceError(f"{len(self.heaps)} heaps for {self.live} live ranks")
         heaps = (*self.heaps, *[0] * (MAX_LIVE - self.live))
-        numbers = (self.rank, self.live, self.world, self.timeout_ms)
+        numbers = (self.rank, self.live, self.world, self.timeout_ms * 1_000_000)
         return _SYSTEM.pack(*heaps, self.control, self.route_override, *numbers)
 
 

@@ -10,8 +10,16 @@ from megagen.dsl import (
 from megagen.models import muse_spark
 
 
-def schedule(machine: Machine, tp: int = 8, tokens: int = 16, choices: dict[str, str] | None = None) -> Schedule:
-    g = muse_spark.expert_block(tp=tp, tokens=tokens)
+def schedule(
+    machine: Machine,
+    tp: int = 8,
+    tokens: int = 16,
+    choices: dict[str, str] | None = None,
+    split: str = "nn",
+    experts: str = "nvfp4",
+    config: muse_spark.MuseSparkConfig | None = None,
+) -> Schedule:
+    g = muse_spark.expert_block(tp=tp, tokens=tokens, split=split, experts=experts, config=config)
     s = Schedule("muse_moe", g, machine, warps=12, choices=choices)
 
     ring = s.ring(stages=s.choice("ring_stages", 4, 3, 5), stage_bytes=36 * KiB)

@@ -134,7 +134,7 @@ def test_block_is_system_by_value_then_pointers_in_plan_order(plan: Plan) -> Non
     words = struct.unpack("<10Q4I32x5Q", data)
     assert words[:8] == (0x7000_0000_0100, 0, 0, 0, 0, 0, 0, 0)
     assert words[8:10] == (0x7000_0000_0200, 0x7000_0000_0300)
-    assert words[10:14] == (0, 1, 8, 2000)  # rank, live, world, timeout
+    assert words[10:14] == (0, 1, 8, 2_000_000_000)  # rank, live, world, timeout in ns
     assert words[14:] == (0x2000, 0x4000, 0x3000, 0x5000, 0x1000)
 
 

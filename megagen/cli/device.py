@@ -41,6 +41,11 @@ def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: 
         else:
             from megagen.weights.checkpoint import load_layer, load_reference
 
+            if graph.tp != 1:
+                raise MegagenError(
+                    f"--checkpoint with --tp {graph.tp}: one GPU holds one shard, and stand-ins repeat it", hint="use --tp 1"
+                )
+
             packed = load_layer(checkpoint, layer, graph, rank=0, device=session.device)
             env = load_reference(checkpoint, layer, graph, device=session.device)
         override = None if experts is None else _table(session.experts, session.top_k, experts, tokens, seed=0)
@@ -133,7 +138,7 @@ def bench(
         notes = f"tp {graph.tp} on one GPU, stand-ins for the other ranks; {graph.tokens} tokens on {experts} experts, "
         notes += f"new routing each replay; {layers} distinct layers in a CUDA graph, {timing.samples} replays"
         return measure.row(
-            timing, plan=plan, experts=experts, what=f"{plan.name}, {timing.name}", command=command, notes=notes
+            timing, plan=plan, experts=experts, what=f"{graph.attributes['figure']}.{timing.name}", command=command, notes=notes
         )
 
     figures = {name: figure(timing) for name, timing in timings.items()}

@@ -74,6 +74,9 @@ MachineName = Annotated[str, typer.Option("--machine", help="The GPU to place th
 Tp = Annotated[int, typer.Option("--tp", help="Ranks of the tensor-parallel group.")]
 Tokens = Annotated[int, typer.Option("--tokens", help="The most tokens of one launch.")]
 Choose = Annotated[list[str] | None, typer.Option("--choose", metavar="NAME=VALUE", help="Settle a choice(); repeats.")]
+Options = Annotated[
+    list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="A parameter of the schedule file; repeats.")
+]
 Unfused = Annotated[bool, typer.Option("--unfused", help="The same ops, a kernel each.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
 
@@ -90,6 +93,7 @@ def build(
     tp: Tp = 8,
     tokens: Tokens = 16,
     choose: Choose = None,
+    option: Options = None,
     unfused: Unfused = False,
     arch: Annotated[str, typer.Option("--arch", help="Architectures, separated by commas.")] = ",".join(ARCHS),
     out: Annotated[Path | None, typer.Option("--out", help="Write the text, Plan and cubins into this folder.")] = None,
@@ -107,7 +111,7 @@ def build(
     archs = list(dict.fromkeys(a.strip() for a in arch.split(",") if a.strip()))
     if not archs:
         raise typer.BadParameter("--arch names no architecture")
-    built = _built(_checked(_request(schedule, machine, tp, tokens, choose, unfused)), archs)
+    built = _built(_checked(_request(schedule, machine, tp, tokens, choose, unfused, option)), archs)
     if out is not None:
         from megagen.cli.pipeline import export
 
@@ -127,13 +131,14 @@ def check_(
     tp: Tp = 8,
     tokens: Tokens = 16,
     choose: Choose = None,
+    option: Options = None,
     unfused: Unfused = False,
     as_json: Json = False,
 ) -> None:
     """Prove that a schedule can neither hang nor race, and fits the machine. Compiles nothing."""
     from megagen.cli import explain, report
 
-    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused))
+    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option))
     if as_json:
         return _print_json(explain.header(checked.plan) | {"findings": report.findings(checked)})
     return typer.echo(f"{explain.headline(checked.plan)}: ok")
@@ -146,13 +151,14 @@ def explain_(
     tp: Tp = 8,
     tokens: Tokens = 16,
     choose: Choose = None,
+    option: Options = None,
     unfused: Unfused = False,
     as_json: Json = False,
 ) -> None:
     """Show roles, shared memory, syncs, ring, and each op's bytes, operations and floor. Compiles nothing."""
     from megagen.cli import explain
 
-    plan = _checked(_request(schedule, machine, tp, tokens, choose, unfused)).plan
+    plan = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option)).plan
     sheets = explain.sheets(plan)
     if as_json:
         found: dict[str, Any] = explain.header(plan) | {"launch": plan.launch.model_dump(mode="json")}
@@ -170,6 +176,7 @@ def run(
     tp: Tp = 8,
     tokens: Tokens = 16,
     choose: Choose = None,
+    option: Options = None,
     unfused: Unfused = False,
     launch: Annotated[int | None, typer.Option("--launch", help="Tokens of the launch.  [default: --tokens]")] = None,
     experts: Annotated[int | None, typer.Option("--experts", help="Force this many distinct experts.")] = None,
@@ -181,7 +188,7 @@ def run(
     """Launch on the GPU and compare the routing and every op's output with the reference."""
     from megagen.cli import device, explain
 
-    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused))
+    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option, checkpoint))
     device.require()
     built = _built(checked, [checked.plan.machine.arch])
     with _working(f"running {built.plan.name}"):
@@ -202,6 +209,7 @@ def bench(
     tp: Tp = 8,
     tokens: Tokens = 16,
     choose: Choose = None,
+    option: Options = None,
     only: Annotated[Only | None, typer.Option("--only", help="Time one of the two.  [default: both, in turns]")] = None,
     experts: Annotated[int, typer.Option("--experts", help="Distinct experts of a launch.")] = 49,
     layers: Annotated[int, typer.Option("--layers", help="Distinct layers of a replay.")] = 8,
@@ -213,7 +221,7 @@ def bench(
     from megagen.cli import device, explain
 
     wanted = [only] if only else list(Only)
-    found = {o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused)) for o in wanted}
+    found = {o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted}
     device.require()
     built = {name: _built(checked, [checked.plan.machine.arch]) for name, checked in found.items()}
     command = f"megagen {' '.join(sys.argv[1:])}"
@@ -227,16 +235,28 @@ def bench(
 
 
 def _request(
-    schedule: Path, machine: str, tp: int, tokens: int, choose: Sequence[str] | None, unfused: bool
+    schedule: Path,
+    machine: str,
+    tp: int,
+    tokens: int,
+    choose: Sequence[str] | None,
+    unfused: bool,
+    option: Sequence[str] | None,
+    checkpoint: Path | None = None,
 ) -> Request:
-    choices: dict[str, str] = {}
-    for item in choose or ():
+    choices, options = _pairs("--choose", choose), _pairs("--option", option)
+    return Request(schedule, machine, tp, tokens, choices, not unfused, options, checkpoint)
+
+
+def _pairs(flag: str, given: Sequence[str] | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for item in given or ():
         name, equals, value = item.partition("=")
         if not (name and equals and value):
-            raise typer.BadParameter(f"--choose takes NAME=VALUE, not {item!r}")
-        if choices.setdefault(name, value) != value:
-            raise typer.BadParameter(f"--choose {name} is given twice")
-    return Request(schedule, machine, tp, tokens, choices, fused=not unfused)
+            raise typer.BadParameter(f"{flag} takes NAME=VALUE, not {item!r}")
+        if found.setdefault(name, value) != value:
+            raise typer.BadParameter(f"{flag} {name} is given twice")
+    return found
 
 
 def _checked(request: Request) -> Checked:
@@ -244,7 +264,8 @@ def _checked(request: Request) -> Checked:
 
     checked = pipeline.check(request)
     for finding in checked.findings:
-        typer.echo(finding.render(), err=True)
+        if finding.level == "warning":
+            typer.echo(finding.render(), err=True)
     return checked
 
 

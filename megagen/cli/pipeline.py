@@ -32,6 +32,8 @@ class Request:
     tokens: int = 16
     choices: Mapping[str, str] = field(default_factory=dict)
     fused: bool = True
+    options: Mapping[str, str] = field(default_factory=dict)
+    checkpoint: Path | None = None  # whose dimensions and expert format the graph takes
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,20 @@ def check(request: Request) -> Checked:
         tp=request.tp,
         tokens=request.tokens,
         choices=dict(request.choices),
+        options={**_described(request.checkpoint), **request.options},
     )
     plan = lower(schedule, fused=request.fused)
     return Checked(schedule.graph, plan, prove(plan))
+
+
+def _described(checkpoint: Path | None) -> dict[str, object]:
+    """The schedule's options that a checkpoint settles."""
+    if checkpoint is None:
+        return {}
+    from megagen.models.muse_spark import read_config
+
+    quantised = (checkpoint / "hf_quant_config.json").is_file()
+    return {"config": read_config(checkpoint), "experts": "nvfp4" if quantised else "bf16"}
 
 
 def emit(plan: Plan) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from megagen import machines, resources
 from megagen.dsl.schedule import Schedule
@@ -15,11 +17,18 @@ from megagen.errors import Loc, MegagenError, ScheduleError, did_you_mean
 
 
 def load(
-    path: str | Path, *, machine: str = "h200", tp: int = 8, tokens: int = 16, choices: Mapping[str, str] | None = None
+    path: str | Path,
+    *,
+    machine: str = "h200",
+    tp: int = 8,
+    tokens: int = 16,
+    choices: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Schedule:
-    """Call ``schedule(machine, tp=..., tokens=..., choices=...)`` of the file at ``path``.
+    """Call ``schedule(machine, tp=..., tokens=..., choices=..., **options)`` of the file at ``path``.
 
-    A path that does not exist is also looked up among the shipped schedules. Raises ScheduleError at the user's line
+    ``choices`` settle how the work is placed; ``options`` are the file's own parameters and may change what is
+    computed. A path that does not exist is also looked up among the shipped schedules. Raises ScheduleError at the user's line
     for anything wrong in the file, and for a choice that the schedule does not offer.
     """
     file = _find(Path(path))
@@ -43,7 +52,8 @@ def load(
     if not callable(function):
         raise ScheduleError(f"{file} defines no function schedule(machine, tp, tokens, choices)")
     try:
-        schedule = function(description, tp=tp, tokens=tokens, choices=dict(choices or {}))
+        _refuse_unknown(function, file, options or {})
+        schedule = function(description, tp=tp, tokens=tokens, choices=dict(choices or {}), **(options or {}))
     except MegagenError:
         raise
     except Exception as error:
@@ -54,6 +64,14 @@ def load(
         if name not in schedule.offered:
             raise ScheduleError(f"{file.name} offers no choice {name!r}", hint=did_you_mean(name, sorted(schedule.offered)))
     return schedule
+
+
+def _refuse_unknown(function: Callable[..., object], file: Path, options: Mapping[str, Any]) -> None:
+    known = [n for n in inspect.signature(function).parameters if n not in ("machine", "tp", "tokens", "choices")]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known) if known else "it takes none"
+            raise ScheduleError(f"{file.name} takes no option {name!r}", hint=hint)
 
 
 def _find(path: Path) -> Path:

@@ -6,9 +6,10 @@ Dimensions and formulas follow the transformers implementation (``MuseSparkTextC
 
 from __future__ import annotations
 
-from typing import Literal
+import json
+from pathlib import Path
 
-from megagen.errors import ScheduleError
+from megagen.errors import ScheduleError, WeightError
 from megagen.ir.graph import DType, Frozen, Graph, Op, Scope, Shard, Tensor, TensorKind, Weight
 from megagen.ops.combine import Combine
 from megagen.ops.dense_gemm import DenseGemm
@@ -38,12 +39,34 @@ class MuseSparkConfig(Frozen):
     router_eps: float = 1e-15
 
 
+CONFIG_FIELDS = {
+    "hidden": "hidden_size", "moe_hidden": "moe_hidden_size", "intermediate": "moe_intermediate_size",
+    "experts": "num_local_experts", "top_k": "num_experts_per_tok", "layers": "num_hidden_layers",
+    "rms_norm_eps": "rms_norm_eps", "post_norm_eps": "post_norm_eps", "output_multiplier": "output_multiplier",
+    "residual_gate_temperature": "residual_gate_temperature", "routed_scaling_factor": "routed_scaling_factor",
+}  # fmt: skip
+
+
+def read_config(checkpoint: Path) -> MuseSparkConfig:
+    """The dimensions in ``checkpoint``'s config.json (its ``text_config`` if it has one; absent fields: defaults).
+
+    Raises WeightError for a missing or malformed file.
+    """
+    path = checkpoint / "config.json"
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        text = data.get("text_config", data)
+        return MuseSparkConfig(**{ours: text[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in text})
+    except (OSError, ValueError, AttributeError) as error:
+        raise WeightError(f"{path}: {error}", hint="a checkpoint is a folder in the Hugging Face layout") from None
+
+
 def expert_block(
     tp: int = 8,
     tokens: int = MAX_TOKENS,
     *,
-    split: Literal["nn", "nk"] = "nn",
-    experts: Literal["nvfp4", "bf16"] = "nvfp4",
+    split: str = "nn",
+    experts: str = "nvfp4",
     config: MuseSparkConfig | None = None,
 ) -> Graph:
     """Pre-FFN norm to residual gate: the expert half of a layer.
@@ -172,5 +195,5 @@ def expert_block(
     )  # fmt: skip
     return Graph(
         name=f"muse_spark.expert_block.{split}", tp=tp, tokens=t, ops=ops, tensors={x.name: x for x in tensors},
-        attributes={"split": split, "experts": experts, "config": c},
+        attributes={"split": split, "experts": experts, "config": c, "figure": "block.moe"},
     )  # fmt: skip

@@ -33,6 +33,7 @@ def schedule(
     s.assign(g.top_k, select=finisher if swap else tables, tables=tables)
     s.assign([g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=math)
     s.reset(by=tables)
+    s.accumulators(s.choice("accumulators", 2, 4))
 
     weights = [op.weight for op in (g.router, *dense, *experts)]
     s.hint(weights, s.choice("hint", evict_first, evict_normal))

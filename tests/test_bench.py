@@ -190,7 +190,7 @@ TP, TOKENS, EXPERTS = 2, 4, 16
 
 @pytest.fixture(scope="module")
 def block() -> Any:
-    config = MuseSparkConfig(hidden=2048, moe_hidden=1024, intermediate=1024, experts=EXPERTS)
+    config = MuseSparkConfig(hidden=2048, moe_hidden=2048, intermediate=1024, experts=EXPERTS)
     graph = expert_block(TP, TOKENS, config=config)
     env = random_layer(graph, 7).env(TP)
     return SimpleNamespace(graph=graph, env={n: cache(w) if callable(w) else w for n, w in env.items()})

@@ -13,7 +13,7 @@ from megagen.ops.reference import evaluate
 modeling = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
 
 TOKENS = 16
-CONFIG = MuseSparkConfig(hidden=2048, moe_hidden=1024, intermediate=1024, experts=32, layers=1)
+CONFIG = MuseSparkConfig(hidden=2048, moe_hidden=2048, intermediate=1024, experts=32, layers=1)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -20,7 +20,7 @@ from megagen.weights.random import random_layer, world_env
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
-CONFIG = MuseSparkConfig(hidden=1024, moe_hidden=1024, intermediate=1024, experts=16, layers=2)
+CONFIG = MuseSparkConfig(hidden=2048, moe_hidden=2048, intermediate=1024, experts=16, layers=2)
 PREFIX = "model.language_model.layers."
 SPLITS = [(1, "nn"), (2, "nn"), (4, "nn"), (8, "nn"), (1, "nk"), (2, "nk")]  # K of an NK shard is at least 512
 
@@ -242,21 +242,21 @@ def test_missing_misshapen_and_wrongly_typed_tensors_are_listed_together(single,
     text = refused(edited(single[0], tmp_path, **{
         "mlp.pre_expert_proj.weight": None,
         "mlp.experts.down_proj": torch.zeros(16, 512, 2048).bfloat16(),
-        "mlp.post_expert_proj.weight": torch.zeros(1024, 1024),
-        "mlp.gate.weight": torch.zeros(16, 1024, dtype=torch.float16),
+        "mlp.post_expert_proj.weight": torch.zeros(2048, 2048),
+        "mlp.gate.weight": torch.zeros(16, 2048, dtype=torch.float16),
     }))  # fmt: skip
     assert "layer 1: 4 things do not fit" in text
     for line in (
-        "1.mlp.pre_expert_proj.weight: expected BF16 [1024, 1024], it is missing",
-        "1.mlp.experts.down_proj: expected BF16 [16, 1024, 1024], found BF16 [16, 512, 2048]",
-        "1.mlp.post_expert_proj.weight: expected BF16 [1024, 1024], found F32 [1024, 1024]",
-        "1.mlp.gate.weight: expected F32 or BF16 [16, 1024], found F16 [16, 1024]",
+        "1.mlp.pre_expert_proj.weight: expected BF16 [2048, 2048], it is missing",
+        "1.mlp.experts.down_proj: expected BF16 [16, 2048, 1024], found BF16 [16, 512, 2048]",
+        "1.mlp.post_expert_proj.weight: expected BF16 [2048, 2048], found F32 [2048, 2048]",
+        "1.mlp.gate.weight: expected F32 or BF16 [16, 2048], found F16 [16, 2048]",
     ):
         assert line in text
 
 
 def test_fp32_vectors_are_taken_as_they_are(single, tmp_path):
-    gain = torch.randn(1024)
+    gain = torch.randn(2048)
     directory = edited(single[0], tmp_path, **{"pre_feedforward_layernorm.weight": gain})
     assert torch.equal(load_layer(directory, 1, block(), 0)["pre_ffn_gain"], gain)
 
@@ -269,11 +269,11 @@ def test_a_layer_that_is_not_there(single):
 
 def test_bf16_experts_where_nvfp4_is_wanted_and_the_reverse(single, nvfp4):
     text = refused(single[0], block(experts="nvfp4"))
-    assert "expected U8 [16, 2048, 512], found BF16 [16, 2048, 1024]" in text
+    assert "expected U8 [16, 2048, 1024], found BF16 [16, 2048, 2048]" in text
     assert "down_proj_weight_scale_2: expected F32 [16], it is missing" in text
     assert 'hf_quant_config.json: expected quant_algo "NVFP4"' in text
     assert "experts are bf16 in some layers" in text
-    assert "expected BF16 [16, 2048, 1024], found U8 [16, 2048, 512]" in refused(nvfp4[0])
+    assert "expected BF16 [16, 2048, 2048], found U8 [16, 2048, 1024]" in refused(nvfp4[0])
 
 
 @pytest.mark.parametrize("config", ['{"quantization": {"quant_algo": "FP8"}}', '{"quantization": []}', "{", "{}"])

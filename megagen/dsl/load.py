@@ -28,22 +28,28 @@ def load(
     """Call ``schedule(machine, tp=..., tokens=..., choices=..., **options)`` of the file at ``path``.
 
     ``choices`` settle how the work is placed; ``options`` are the file's own parameters and may change what is
-    computed. A path that does not exist is also looked up among the shipped schedules. Raises ScheduleError at the user's line
-    for anything wrong in the file, and for a choice that the schedule does not offer.
+    computed. A bare name, or one below ``schedules/``, that does not exist here is looked up among the shipped
+    schedules. Raises ScheduleError at the user's line for anything wrong in the file, and for a choice that the
+    schedule does not offer.
     """
     file = _find(Path(path))
     description = machines.load(machine)
     try:
         source = file.read_text("utf-8")
-        linecache.checkcache(str(file))
-        module = ModuleType(f"megagen_schedule_{file.stem}")
-        module.__file__ = str(file)
-        exec(compile(source, str(file), "exec"), module.__dict__)
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"cannot read {file}: {error}") from error
+    linecache.checkcache(str(file))
+    module = ModuleType(f"megagen_schedule_{file.stem}")
+    module.__file__ = str(file)
+    try:
+        code = compile(source, str(file), "exec")
     except SyntaxError as error:
         loc = Loc(str(file), error.lineno or 1, error.offset or 1, error.text or "")
         raise ScheduleError(f"syntax error: {error.msg}", loc=loc) from None
+    except ValueError as error:  # a null byte
+        raise ScheduleError(f"cannot read {file}: {error}") from None
+    try:
+        exec(code, module.__dict__)
     except MegagenError:
         raise
     except Exception as error:
@@ -75,9 +81,11 @@ def _refuse_unknown(function: Callable[..., object], file: Path, options: Mappin
 
 
 def _find(path: Path) -> Path:
-    for candidate in (path, resources.schedules() / path.name):
-        if candidate.is_file():
-            return candidate
+    shipped = resources.schedules() / path.name
+    if path.is_file():
+        return path
+    if path.parent in (Path(), Path("schedules")) and shipped.is_file():
+        return shipped
     known = sorted(p.name for p in resources.schedules().glob("*.py"))
     raise ScheduleError(f"no schedule at {path}", hint=did_you_mean(path.name, known))
 
@@ -85,7 +93,7 @@ def _find(path: Path) -> Path:
 def _user_error(error: Exception, file: Path) -> ScheduleError:
     """An ordinary Python error of the user's file, at its line there."""
     frames = [f for f in traceback.extract_tb(sys.exc_info()[2]) if f.filename == str(file)]
-    loc = None
+    loc = Loc(str(file), 1)  # no frame: schedule() itself could not be called
     if frames:
         last = frames[-1]
         text = linecache.getline(str(file), last.lineno or 1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megagen.errors import Loc, ScheduleError, did_you_mean, here
-from megagen.ir.graph import EdgeHandle, Graph, OpHandle, RoleHandle, WeightHandle
+from megagen.ir.graph import EdgeHandle, Graph, Op, OpHandle, RoleHandle, WeightHandle
 from megagen.ir.plan import Hint, Machine, Reset, SyncKind
 
 KiB = 1024
@@ -70,6 +72,8 @@ def lamport(empty: int = ALL_ONES, copies: int | None = None, reset: Reset = Res
     ``reset=by_launch``: a housekeeping warp empties the copy that this launch does not use (2 copies within a GPU, 3
     across ranks). ``reset=by_reader``: the only reader empties each slot right after use (1 copy, within a GPU).
     """
+    if copies not in (None, 1, 2, 3):
+        raise ScheduleError(f"copies={copies}: a channel has 1 to 3", loc=here())
     return Sync(SyncKind.LAMPORT, empty, copies, reset)
 
 
@@ -160,6 +164,8 @@ class Schedule:
             raise ScheduleError(f"schedule name {name!r} must be an identifier: it becomes the kernel's name", loc=self.loc)
         if not 1 <= warps <= 32:
             raise ScheduleError(f"warps={warps}: a block has 1 to 32 warps", loc=self.loc)
+        if blocks is not None and blocks < 1:
+            raise ScheduleError(f"blocks={blocks}: at least one", loc=self.loc)
 
     # warps ------------------------------------------------------------------------------------------------------
 
@@ -181,7 +187,9 @@ class Schedule:
             for role, warps in roles.items():
                 if role not in known:
                     raise ScheduleError(
-                        f"op {handle._op.name!r} has no role {role!r}", loc=loc, hint=did_you_mean(role, known)
+                        f"op {handle._op.name!r} has no role {role!r}",
+                        loc=_keyword(loc, role),
+                        hint=did_you_mean(role, known),
                     )
                 if not isinstance(warps, Warps):
                     raise ScheduleError(
@@ -215,7 +223,10 @@ class Schedule:
             self._cap(bytes, None, loc)
             return
         for handle in [during] if isinstance(during, OpHandle) else list(during):
-            self._cap(bytes, self._op(handle, loc).name, loc)
+            op = self._op(handle, loc)
+            if op.stage() is None:
+                raise ScheduleError(f"op {op.name!r} streams no weights", loc=loc)
+            self._cap(bytes, op.name, loc)
 
     def _cap(self, bytes: int, op: str | None, loc: Loc | None) -> None:
         if bytes < 1:
@@ -233,12 +244,18 @@ class Schedule:
         reaches ``during`` (or ``before``) in its program. ``ring | L2``: the ring takes ``share``, L2 the rest.
         """
         loc = here()
-        if not isinstance(weight, WeightHandle):
-            raise ScheduleError(f"{weight!r} is not a weight", loc=loc, hint="name one as g.<op>.weight")
+        self._streamed(weight, loc)
         if not isinstance(into, Into):
             raise ScheduleError(f"into={into!r}", loc=loc, hint="into is the ring, L2, or ring | L2")
         if not 0.0 <= share <= 1.0:
             raise ScheduleError(f"share={share} of {weight.weight.name}: a share is between 0 and 1", loc=loc)
+        if during is not None and before is not None:
+            raise ScheduleError("a prefetch has one point of the program", loc=loc, hint="say either during or before")
+        earlier = [p for p in self.prefetches if p.op == weight.op and (p.into.ring and into.ring or p.into.l2 and into.l2)]
+        if earlier:
+            raise ScheduleError(
+                f"{weight.weight.name} is prefetched twice into the same place", loc=loc, notes=(("the first time", earlier[0].loc),)
+            )
         point = during if during is not None else before
         if into.l2 and (by is None or by.count != 1):
             raise ScheduleError("an L2 prefetch needs the one warp that asks for it", loc=loc, hint="say by=s.warp(i)")
@@ -253,6 +270,7 @@ class Schedule:
         """The L2 cache hint that bulk loads of a weight carry."""
         loc = here()
         for w in [weights] if isinstance(weights, WeightHandle) else list(weights):
+            self._streamed(w, loc)
             if hint is Hint.NO_ALLOCATE:
                 raise ScheduleError(
                     "bulk loads cannot bypass L2: PTX has no such policy for cp.async.bulk", loc=loc, hint="use evict_first"
@@ -270,6 +288,8 @@ class Schedule:
 
     def reset(self, by: Warps) -> None:
         """The warp that empties idle copies of lamport channels and counters."""
+        if not isinstance(by, Warps) or by.count != 1:
+            raise ScheduleError("one warp keeps house", loc=here(), hint="say by=s.warp(i)")
         self.housekeeper = (by, here())
 
     def accumulators(self, slots: int) -> None:
@@ -303,7 +323,27 @@ class Schedule:
         self.offered[name] = (wanted, names)
         return options[names.index(wanted)]
 
-    def _op(self, handle: Any, loc: Loc | None) -> Any:
+    def _op(self, handle: Any, loc: Loc | None) -> Op:
         if not isinstance(handle, OpHandle):
             raise ScheduleError(f"{handle!r} is not an op", loc=loc, hint="name one as g.<op>")
         return handle._op
+
+    def _streamed(self, handle: Any, loc: Loc | None) -> None:
+        if not isinstance(handle, WeightHandle):
+            raise ScheduleError(f"{handle!r} is not a weight", loc=loc, hint="name one as g.<op>.weight")
+        if handle.weight.k == 1:
+            raise ScheduleError(f"{handle.weight.name} is a vector: only matrices are streamed", loc=loc)
+
+
+def _keyword(call: Loc | None, name: str) -> Loc | None:
+    """Where ``name=`` stands in the call that begins at ``call``."""
+    if call is None:
+        return None
+    column = call.column
+    for line in range(call.line, len(linecache.getlines(call.file)) + 1):
+        text = linecache.getline(call.file, line)
+        found = re.search(rf"\b{name}\s*=", text[column - 1 :])
+        if found:
+            return replace(call, line=line, column=column + found.start(), text=text)
+        column = 1
+    return call

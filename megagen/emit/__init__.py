@@ -70,7 +70,7 @@ def _hex(word: int | None) -> str:
 def _number(value: int | float) -> str:
     if isinstance(value, bool) or isinstance(value, int):
         return str(int(value))
-    text = f"{value:.9g}"  # nine digits identify a float
+    text = repr(value)  # exact: nine digits would round twice
     return (text if any(c in text for c in ".en") else text + ".0") + "f"
 
 
@@ -106,7 +106,7 @@ def _branches(plan: Plan, kernel: KernelPlan) -> Iterator[_Branch]:
         [p for p in kernel.programs if p.first < WARPGROUP],
         [p for p in kernel.programs if p.first >= WARPGROUP],
     ]
-    even = 65536 // (32 * plan.launch.warps) // 8 * 8
+    even = plan.machine.registers // (32 * plan.launch.warps) // 8 * 8
     for i, programs in enumerate(groups):
         if not programs:
             continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
-from megagen.errors import UnknownName, did_you_mean, here
+from megagen.errors import ScheduleError, UnknownName, did_you_mean, here
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ class Weight(Frozen):
 
     ``rows`` and ``k`` are rank-local; vectors have ``k`` = 1. ``experts`` is 0 for a plain weight, else the
     number of such matrices. ``gate_up`` marks [gate; up] stacked along rows: a rank takes the same slice of
-    both halves. ``names`` are the checkpoint's tensor names below the layer prefix.
+    both halves. ``planes``: how many vectors :meth:`Op.pack_vector` makes of one. ``names`` are the checkpoint's tensor names below the layer prefix.
     """
 
     name: str
@@ -104,6 +104,7 @@ class Weight(Frozen):
     shard: Shard = Shard.NONE
     experts: int = 0
     gate_up: bool = False
+    planes: int = 1
 
     @property
     def bytes_one(self) -> int:
@@ -113,6 +114,11 @@ class Weight(Frozen):
     @property
     def bytes(self) -> int:
         return self.bytes_one * max(1, self.experts)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on the device, where vectors are fp32 in ``planes``."""
+        return 4 * self.rows * self.planes if self.k == 1 else self.bytes
 
 
 class RoleSpec(Frozen):
@@ -197,6 +203,10 @@ class Op(Frozen, ABC):
         Returns tensor name -> value for every output that is not a partial sum.
         """
 
+    def pack_vector(self, port: str, vector: torch.Tensor) -> torch.Tensor:
+        """A vector of the checkpoint [rows] as the kernel reads it: fp32 [planes * rows]."""
+        return vector.float()
+
     def stage(self) -> Mapping[str, int] | None:
         """Shape of a ring stage of this op's weight stream, or None: rows, k, bytes, per_tile."""
         return None
@@ -268,7 +278,7 @@ def _end(reader: object) -> tuple[str, str | None]:
         return reader._op.name, None
     if isinstance(reader, RoleHandle):
         return reader.op, reader.role
-    return NotImplemented  # type: ignore[return-value]
+    raise ScheduleError(f"{reader!r} reads nothing", loc=here(), hint="an edge is g.<op>[.role] >> g.<op>[.role]")
 
 
 class Graph(Frozen):

@@ -85,6 +85,8 @@ class _Lowering:
             if "compute" in {r.name for r in op.roles()}:
                 sums = op.constants().get("kTopK", 1) if op.kind == "combine" else 1
                 region(f"scratch_{op.name}", int(2 * SLICES * 4 * sums), 16)
+            if op.kind == "expert_gemm":
+                region(f"outbox_{op.name}", 8 * ROW_BLOCK * 2, 16)
         epoch_offset = heap.take(4 * self.blocks, 256)
         abort_offset = heap.take(4, 256)
         record_offset = heap.take(self.blocks * s.warps_per_block * HANG_RECORD, 256)
@@ -205,14 +207,14 @@ class _Lowering:
                 if tiles and stage is not None:
                     rows, k, size = stage["rows"], stage["k"], w.bytes
                 else:
-                    rows, k, size = 0, 0, 4 * w.rows
+                    rows, k, size = 0, 0, w.device_bytes
                 weights.append(
                     WeightPlan(
                         name=w.name, parameter=w.name, layout="tiles" if tiles else "vector", dtype=w.dtype, rows=w.rows, k=w.k,
                         experts=w.experts, stage_rows=rows, stage_k=k, bytes=size, gate_up=w.gate_up, names=w.names, shard=w.shard,
                     )
                 )  # fmt: skip
-                shape = (w.rows,) if not tiles else (w.experts, w.rows, w.k) if w.experts else (w.rows, w.k)
+                shape = (w.planes, w.rows) if not tiles else (w.experts, w.rows, w.k) if w.experts else (w.rows, w.k)
                 params.append(ParamPlan(name=w.name, ctype="const u8*", what="weight", dtype=w.dtype, shape=shape))
                 if w.dtype is DType.NVFP4:
                     params.append(
@@ -246,7 +248,7 @@ class _Lowering:
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,
             barriers={"group": f"group_{op.name}"} if compute else {},
-            regions={"scratch": f"scratch_{op.name}"} if compute else {},
+            regions={"scratch": f"scratch_{op.name}"} if compute else {"outbox": f"outbox_{op.name}"} if op.kind == "expert_gemm" else {},
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(), stream=stream,
             weight_bytes=cost.weight_bytes, activation_bytes=cost.activation_bytes, operations=cost.operations,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megagen.errors import ScheduleError, WeightError
+from megagen.errors import ScheduleError, WeightError, here
 from megagen.ir.graph import DType, Frozen, Graph, Op, Scope, Shard, Tensor, TensorKind, Weight
 from megagen.ops.combine import Combine
 from megagen.ops.dense_gemm import DenseGemm
@@ -19,6 +19,7 @@ from megagen.ops.rms_norm import RmsNorm
 from megagen.ops.top_k import TopK
 
 MAX_TOKENS = 16  # two n8 MMA tiles; the kernels' compiled maximum
+ROW = 8 * 32 * 8  # a norm's row: eight warps of lanes with 16-byte vectors of bf16 (mem/row.cuh)
 
 
 class MuseSparkConfig(Frozen):
@@ -73,18 +74,10 @@ def expert_block(
 
     ``split`` "nn" cuts both expert GEMMs on N with an all-gather after each; "nk" cuts the second on K and sums
     the ranks' per-slot outputs in rank order before the per-expert norm. Raises ScheduleError for a ``tp`` that
-    is not 1, 2, 4 or 8 or does not divide the dimensions, and for ``tokens`` outside 1 to 16.
+    is not 1, 2, 4 or 8, for ``tokens`` outside 1 to 16, and for dimensions that the kernels or layouts cannot hold.
     """
     c = config or MuseSparkConfig()
-    if tp not in (1, 2, 4, 8):
-        raise ScheduleError(f"tp={tp}: tensor parallelism over {tp} ranks is not supported", hint="use 1, 2, 4 or 8")
-    if not 1 <= tokens <= MAX_TOKENS:
-        raise ScheduleError(f"tokens={tokens}: a launch takes 1 to {MAX_TOKENS} tokens")
-    if split not in ("nn", "nk") or experts not in ("nvfp4", "bf16"):
-        raise ScheduleError(f"split={split!r}, experts={experts!r}", hint='split is "nn" or "nk", experts "nvfp4" or "bf16"')
-    for name, size in (("moe_hidden", c.moe_hidden), ("intermediate", c.intermediate), ("hidden", c.hidden)):
-        if size % (16 * tp):
-            raise ScheduleError(f"{name}={size} does not divide into {tp} shards of whole 16-row blocks")
+    _refuse_unfit(c, tp, tokens, split, experts)
     h, m, i, t = c.hidden, c.moe_hidden, c.intermediate, tokens
     edtype = DType(experts)
     router_chunk, dense_chunk = 512, 1024  # K of a unit: 32 KB of fp32 or bf16
@@ -114,8 +107,8 @@ def expert_block(
     unpooled = tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
     stream_out = tensor("stream_out", t, h, dtype=DType.FP32, kind=TensorKind.OUTPUT)
 
-    def vector(name: str, size: int, checkpoint: str, dtype: DType = DType.BF16) -> Weight:
-        return Weight(name=name, rows=size, k=1, dtype=dtype, names=(checkpoint,))
+    def vector(name: str, size: int, checkpoint: str, dtype: DType = DType.BF16, planes: int = 1) -> Weight:
+        return Weight(name=name, rows=size, k=1, dtype=dtype, names=(checkpoint,), planes=planes)
 
     def matrix(name: str, rows: int, k: int, checkpoint: str, dtype: DType = DType.BF16, **more: object) -> Weight:
         return Weight(name=name, rows=rows, k=k, dtype=dtype, names=(checkpoint,), **more)  # type: ignore[arg-type]
@@ -188,12 +181,48 @@ def expert_block(
             name="residual", inputs={"in": unpooled, "stream": stream}, outputs={"out": stream_out},
             weights={
                 "gain": vector("post_ffn_gain", h, "post_feedforward_layernorm.weight"),
-                "gate": vector("residual_gate", h, "post_feedforward_residual_gate.gate", DType.FP32),
+                "gate": vector("residual_gate", h, "post_feedforward_residual_gate.gate", DType.FP32, planes=2),
             },
             width=h, eps=c.post_norm_eps, temperature=c.residual_gate_temperature, clamp=c.residual_gate_clamp,
         ),
     )  # fmt: skip
+    for op in ops:
+        _refuse_unstreamable(op)
     return Graph(
         name=f"muse_spark.expert_block.{split}", tp=tp, tokens=t, ops=ops, tensors={x.name: x for x in tensors},
         attributes={"split": split, "experts": experts, "config": c, "figure": "block.moe"},
     )  # fmt: skip
+
+
+def _refuse_unfit(c: MuseSparkConfig, tp: int, tokens: int, split: str, experts: str) -> None:
+    def refuse(wrong: bool, message: str, hint: str | None = None) -> None:
+        if wrong:
+            raise ScheduleError(message, loc=here(), hint=hint)
+
+    refuse(tp not in (1, 2, 4, 8), f"tp={tp}: tensor parallelism over {tp} ranks is not supported", "use 1, 2, 4 or 8")
+    refuse(not 1 <= tokens <= MAX_TOKENS, f"tokens={tokens}: a launch takes 1 to {MAX_TOKENS} tokens")
+    refuse(split not in ("nn", "nk"), f"split={split!r}", 'split is "nn" or "nk"')
+    refuse(experts not in ("nvfp4", "bf16"), f"experts={experts!r}", 'experts are "nvfp4" or "bf16"')
+    for name, size in (("hidden", c.hidden), ("moe_hidden", c.moe_hidden), ("intermediate", c.intermediate)):
+        refuse(size < 1 or size % (16 * tp) != 0, f"{name}={size} does not divide into {tp} shards of whole 16-row blocks")
+        least = 16 * (tp - 1)
+        refuse(size // tp < least, f"{name}={size} makes shards of less than {least}: stand-in ranks rotate that far")
+    for name, size in (("hidden", c.hidden), ("moe_hidden", c.moe_hidden)):
+        refuse(size % ROW != 0, f"{name}={size} is no multiple of {ROW}: a norm's warps take {ROW} elements of a row at once")
+    refuse(c.experts % 16 != 0 or not 16 <= c.experts <= 256, f"experts={c.experts}: a multiple of 16, at most 256")
+    refuse(c.top_k != 8, f"top_k={c.top_k}: the routing tables hold 8 experts a token")
+
+
+def _refuse_unstreamable(op: Op) -> None:
+    """A stage is whole 16-row blocks by eight slices of K in groups of 64, for NVFP4 one group or an even number."""
+    stage = op.stage()
+    if stage is None:
+        return
+    w, rows, k = op.weights["weight"], stage["rows"], stage["k"]
+    groups = k // 512
+    if w.rows % rows or w.k % k or k % 512 or (w.dtype is DType.NVFP4 and groups % 2 and groups > 1):
+        raise ScheduleError(
+            f"{w.name}: {w.rows} x {w.k} {w.dtype.value} a rank does not divide into ring stages of {rows} x {k}",
+            loc=here(),
+            hint="K of a rank must be a multiple of 512, for NVFP4 512 or a multiple of 1024, and fill whole stages",
+        )

@@ -40,7 +40,7 @@ class Combine(Op):
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         return Cost(
-            weight_bytes=self.weights["gain"].bytes,
+            weight_bytes=self.weights["gain"].device_bytes,
             activation_bytes=2 * t * self.width * (self.top_k * self.parts + 1),
             operations=8 * t * self.width * self.top_k,
         )

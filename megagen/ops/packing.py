@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from megagen.errors import WeightError
@@ -185,20 +186,23 @@ def pack_weight(
     *,
     device: torch.device | str = "cpu",
     step: Callable[[], object] = lambda: None,
+    vector: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
     """A weight's kernel parameters by name, packed one matrix at a time on ``device``.
 
     ``stage`` is (stage_rows, stage_k), None for a vector; ``get(expert)`` gives the rank's logical matrix (0 for
-    plain weights). Result: uint8 [bytes], or fp32 [rows] for a vector, and for NVFP4 also ``<name>_scale``
+    plain weights); ``vector``: see :meth:`megagen.ir.graph.Op.pack_vector`. Result: uint8 [bytes], or fp32
+    [planes * rows] for a vector, and for NVFP4 also ``<name>_scale``
     fp32 [experts, 2 | 1]. ``step`` is called after each matrix. Errors name the weight and the expert.
     """
     import torch
 
     if stage is None:
-        vector = get(0)
-        assert isinstance(vector, torch.Tensor)
+        plain = get(0)
+        assert isinstance(plain, torch.Tensor)
         step()
-        return {weight.name: vector.to(device, torch.float32).contiguous()}
+        plain = plain.to(device)
+        return {weight.name: (plain.float() if vector is None else vector(plain)).contiguous()}
     tiles = Tiles.of(weight, *stage)
     out = torch.empty(max(1, weight.experts), tiles.bytes, dtype=torch.uint8, device=device)
     scale_2 = []
@@ -217,6 +221,11 @@ def pack_weight(
     if scale_2:
         packed[f"{weight.name}_scale"] = device_scale(torch.stack(scale_2))
     return packed
+
+
+def vectors(graph: Graph) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """How each weight that is a vector is packed, by weight name."""
+    return {w.name: partial(op.pack_vector, port) for op in graph.ops for port, w in op.weights.items()}
 
 
 def stages(graph: Graph) -> dict[str, tuple[int, int] | None]:

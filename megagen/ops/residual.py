@@ -31,7 +31,18 @@ class Residual(Op):
         return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=("out",)),)
 
     def constants(self) -> dict[str, int | float]:
-        return {"kWidth": self.width, "kEps": self.eps, "kTemperature": self.temperature, "kClamp": self.clamp}
+        return {"kWidth": self.width, "kEps": self.eps}
+
+    def pack_vector(self, port: str, vector: torch.Tensor) -> torch.Tensor:
+        """The gate becomes all alphas, then all betas: they depend on nothing else."""
+        if port != "gate":
+            return super().pack_vector(port, vector)
+        import torch
+
+        w = vector.float() / self.temperature
+        beta = w.sigmoid()
+        alpha = ((-w).sigmoid() * (1 + beta)).clamp(min=self.clamp).sqrt()
+        return torch.cat((alpha, beta))
 
     def publishes(self, role: str) -> tuple[int, Per]:
         return 8, "token"  # each of its eight warps
@@ -39,7 +50,7 @@ class Residual(Op):
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         return Cost(
-            weight_bytes=self.weights["gain"].bytes + self.weights["gate"].bytes,
+            weight_bytes=self.weights["gain"].device_bytes + self.weights["gate"].device_bytes,
             activation_bytes=t * self.width * (2 + 4 + 4),
             operations=12 * t * self.width,
         )

@@ -34,7 +34,7 @@ class RmsNorm(Op):
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         return Cost(
-            weight_bytes=self.weights["gain"].bytes,
+            weight_bytes=self.weights["gain"].device_bytes,
             activation_bytes=int(t * self.width * (self.in_dtype.bits + 16) // 8),
             operations=4 * t * self.width,
         )

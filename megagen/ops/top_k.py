@@ -53,7 +53,7 @@ class TopK(Op):
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         return Cost(
-            weight_bytes=self.weights["bias"].bytes,
+            weight_bytes=self.weights["bias"].device_bytes,
             activation_bytes=4 * t * (self.experts + 2 * self.k),
             operations=t * self.experts * 4,
         )

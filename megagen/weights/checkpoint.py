@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from megagen.errors import WeightError
 from megagen.ir.graph import DType, Graph, Shard, Weight
-from megagen.ops.packing import BLOCK, Nvfp4, pack_weight, stages
+from megagen.ops.packing import BLOCK, Nvfp4, pack_weight, stages, vectors
 
 PREFIX = "model.language_model.layers."
 SUFFIXES = ("", "_weight_scale", "_weight_scale_2")  # an NVFP4 weight's tensors: codes, block scales, second level
@@ -167,13 +167,14 @@ def load_layer(
     if not 0 <= rank < graph.tp:
         raise WeightError(f"rank {rank} of tp={graph.tp}")
     sources = Checkpoint(directory, prefix=prefix).open(layer, graph)
-    stage = stages(graph)
+    stage, vector = stages(graph), vectors(graph)
     bar = progress or Progress(disable=True)
     task = bar.add_task(f"layer {layer}", total=sum(max(1, s.weight.experts) for s in sources.values()))
     packed: dict[str, torch.Tensor] = {}
     for name, source in sources.items():
         read = partial(source.read, rank=rank)
-        packed |= pack_weight(source.weight, stage[name], read, device=device, step=partial(bar.advance, task))
+        advance = partial(bar.advance, task)
+        packed |= pack_weight(source.weight, stage[name], read, device=device, step=advance, vector=vector[name])
     return packed
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megagen.errors import WeightError
 from megagen.ir.graph import DType, Graph, Shard, Weight
-from megagen.ops.packing import E2M1, Nvfp4, pack_weight, stages
+from megagen.ops.packing import E2M1, Nvfp4, pack_weight, stages, vectors
 
 ROTATION = 16  # elements that consecutive stand-ins' messages are rotated by
 USUAL_SCALES = range(0x30, 0x40)  # e4m3 bits of 0.5 to 1.875
@@ -36,10 +36,10 @@ class LayerWeights:
 
     def packed(self) -> dict[str, torch.Tensor]:
         """Kernel parameters by name, on the same device; see :func:`megagen.ops.packing.pack_weight`."""
-        stage, out = stages(self.graph), dict[str, torch.Tensor]()
+        stage, vector, out = stages(self.graph), vectors(self.graph), dict[str, torch.Tensor]()
         for name, weight in self.graph.weights().items():
             device = self.values[name][0].device
-            out |= pack_weight(weight, stage[name], partial(self.matrix, name), device=device)
+            out |= pack_weight(weight, stage[name], partial(self.matrix, name), device=device, vector=vector[name])
         return out
 
     def env(self, stand_ins: int) -> dict[str, torch.Tensor | Callable[[int], torch.Tensor]]:

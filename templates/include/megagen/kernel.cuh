@@ -23,8 +23,7 @@ struct Context {
   u32 warp = threadIdx.x / 32;
   u32 lane = threadIdx.x % 32;
   u32 tokens = 0;
-  u32 epoch = 0;
-  u32 odd = 0;    // epoch mod 2 and mod 3: which copy of a channel this launch uses
+  u32 odd = 0;  // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
   u32 third = 0;
   u32 step = 0;
   bool dead = false;
@@ -52,11 +51,14 @@ struct Context {
   __device__ __forceinline__ void attach() {
     if constexpr (K::kPdl) ptx::griddepcontrol_wait();
     tokens = ptx::ld_relaxed_sys(p.sys.control);
-    epoch = ptx::ld_relaxed_gpu(heap + K::kEpochOffset + 4 * block);
-    odd = epoch % 2;
-    third = epoch % 3;
+    const u32 launches = epoch();
+    odd = launches % 2;
+    third = launches % 3;
     dead = ptx::ld_relaxed_sys(heap + K::kAbortOffset) != 0;
   }
+
+  // Completed launches, as this block counts them.
+  __device__ __forceinline__ u32 epoch() const { return ptx::ld_relaxed_gpu(heap + K::kEpochOffset + 4 * block); }
 
   __device__ __forceinline__ void trigger() {
     if constexpr (K::kPdl) ptx::griddepcontrol_launch_dependents();
@@ -70,7 +72,7 @@ struct Context {
   __device__ __forceinline__ void end(bool advance_epoch) {
     debug::report(*this);
     __syncthreads();
-    if (advance_epoch && threadIdx.x == 0) ptx::st_global_u32(heap + K::kEpochOffset + 4 * block, epoch + 1);
+    if (advance_epoch && threadIdx.x == 0) ptx::st_global_u32(heap + K::kEpochOffset + 4 * block, epoch() + 1);
     if constexpr (K::kCluster > 1) {
       ptx::cluster_arrive();
       ptx::cluster_wait();

@@ -102,9 +102,16 @@ struct Channel {
     return heap + D::kCounterOffset + which(ctx, ahead) * 4;
   }
 
-  // One lane's piece of a message: elements e, e + 1, ... of `row`, to every reader. e is within the shard.
+  // How many copies of a message leave this rank: one to each rank of the world, stand-ins included.
+  template <class Ctx>
+  MEGAGEN_DEVICE u32 destinations(const Ctx& ctx) {
+    return D::kWorld ? ctx.p.sys.world : 1;
+  }
+
+  // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination: live rank
+  // by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements a stand-in.
   template <class V, class Ctx>
-  MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
+  MEGAGEN_DEVICE void send_to(const Ctx& ctx, u32 destination, u32 row, u32 e, V v) {
     if constexpr (D::kFault) {
       if (row == 0 && e < 16) return;
     }
@@ -113,21 +120,22 @@ struct Channel {
       ClusterMap<D>::send(ctx, row, e, v);
     } else if constexpr (D::kWorld) {
       const System& sys = ctx.p.sys;
-      const u32 stand_ins = sys.world / sys.live;
-#pragma unroll 1
-      for (u32 peer = 0; peer < sys.live; ++peer) {
-        u8* base = copy(ctx, sys.heap[peer]) + row * D::kRowStride * D::kElementBytes;
-#pragma unroll 1
-        for (u32 j = 0; j < stand_ins; ++j) {
-          const u32 rank = sys.rank * stand_ins + j;
-          u32 rotated = e + 16 * j;
-          if (rotated >= D::kShard) rotated -= D::kShard;
-          ptx::st_relaxed_sys(base + (rank * D::kRankStride + rotated) * D::kElementBytes, v);
-        }
-      }
+      const u32 shift = __ffs(sys.world / sys.live) - 1;  // stand-ins of a live rank: a power of two
+      const u32 peer = destination >> shift, j = destination - (peer << shift);
+      u32 rotated = e + 16 * j;
+      if (rotated >= D::kShard) rotated -= D::kShard;
+      const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
+      ptx::st_relaxed_sys(copy(ctx, sys.heap[peer]) + element * D::kElementBytes, v);
     } else {
       ptx::st_relaxed_gpu(copy(ctx, ctx.heap) + (row * D::kRowStride + e) * D::kElementBytes, v);
     }
+  }
+
+  // To all of them.
+  template <class V, class Ctx>
+  MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
+#pragma unroll 1
+    for (u32 d = 0; d < destinations(ctx); ++d) send_to(ctx, d, row, e, v);
   }
 
   // Whole warp, after its share of a tile is sent.
@@ -201,7 +209,7 @@ struct Channel {
       // L2 bandwidth from the weight streams.
       bool probing = false;
       u32 missing = 0;
-      return wait_until(ctx, D::kIndex, valid ? index(0) : 0, ctx.epoch, [&] {
+      return wait_until(ctx, D::kIndex, valid ? index(0) : 0, which(ctx, 0), [&] {
         if (!valid) return true;
         if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
         bool full = true;
@@ -241,6 +249,7 @@ struct Channel {
     if constexpr (kLamport && !D::kReaderResets) {
       const Range r = share_of(D::kBytes / 16, ctx.block, Ctx::Kernel::kBlocks);
       u8* base = copy(ctx, ctx.heap, kAhead);
+#pragma unroll 1
       for (u32 i = r.first + ctx.lane; i < r.last; i += 32)
         ptx::st_global_v4(base + 16 * i, uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
     }

@@ -32,12 +32,14 @@ MEGAGEN_DEVICE void report(const Ctx& ctx) {
   if (!ctx.dead || ctx.lane != 0) return;
   const System& sys = ctx.p.sys;
   u8* r = record(ctx);
-  const u32 fields[5] = {ptx::smid(), ctx.block, ctx.warp, sys.rank, ctx.epoch};
+  const u32 fields[5] = {ptx::smid(), ctx.block, ctx.warp, sys.rank, ctx.epoch()};
 #pragma unroll
   for (u32 i = 0; i < 5; ++i) ptx::st_global_u32(r + 4 * (kSmid + i), fields[i]);
-#pragma unroll 1
-  for (u32 peer = 0; peer < sys.live; ++peer)
-    ptx::atom_cas_relaxed_sys(sys.heap[peer] + Ctx::Kernel::kAbortOffset, 0, 1 + ctx.block * Ctx::Kernel::kWarps + ctx.warp);
+#pragma unroll
+  for (u32 peer = 0; peer < kMaxRanks; ++peer) {
+    if (peer < sys.live)
+      ptx::atom_cas_relaxed_sys(sys.heap[peer] + Ctx::Kernel::kAbortOffset, 0, 1 + ctx.block * Ctx::Kernel::kWarps + ctx.warp);
+  }
 }
 
 }  // namespace megagen::debug

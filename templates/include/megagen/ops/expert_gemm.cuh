@@ -9,7 +9,7 @@
 namespace megagen::ops {
 
 // Op: kRows, kK, kColumns, kStageRows, kStageK, kFormat, kTopK, kSwiglu, kPerSlot, kStageBytes, kHint, kL2Hint, In,
-// Table, Out, weight(params), scale(params) where the format has second-level scales.
+// Table, Out, kOutbox, weight(params), scale(params) where the format has second-level scales.
 template <class Op>
 struct ExpertGemm {
   static constexpr WeightFormat kFormat = static_cast<WeightFormat>(Op::kFormat);
@@ -146,36 +146,42 @@ struct ExpertGemm {
     }
   }
 
-  // Lanes g and g + 1 (g even) hold neighbouring output columns: each takes one token of their pair of columns.
+  // A row block's columns, token by token in 16 bytes or 32, leave through shared memory: lane (token, quarter) then
+  // serves every fourth destination with whole vectors.
   template <class Ctx>
   MEGAGEN_DEVICE bool epilogue(Ctx& ctx, const ExpertTable& table, u32 used, u32 column, const float (&scale)[2]) {
-    const u32 g = ctx.lane / 4, odd = g % 2;
-    const u32 count = table.count(used);
+    constexpr u32 kTokenBytes = kColumnsPerBlock * 2;
+    const u32 scratch = ctx.shared + Op::kOutbox;
     if (!Ctx::Accum::acquire(ctx)) return false;
     float c[4];
     Ctx::Accum::take(ctx, 0, c);
     Ctx::Accum::release(ctx, c[0]);
-    const u32 at = ctx.lane % 4 * 2 + odd;
-    u32 row = 0;
-    if (at < count) {
-      const u32 entry = table.entry(used, at);
-      row = (entry >> 8) * Op::kTopK + (entry & 255);
+    __syncwarp();
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {  // column of the MMA tile: token lane % 4 * 2 + i of the entry
+      const u32 at = scratch + (ctx.lane % 4 * 2 + i) * kTokenBytes + ctx.lane / 4 * 2;
+      if constexpr (Op::kSwiglu) {
+        const float gate = c[i] * scale[0], up = c[2 + i] * scale[1];
+        ptx::st_shared_u16(at, ptx::cvt_bf16x2(__fdividef(gate, 1.0f + __expf(-gate)) * up, 0.0f));
+      } else {
+        const u32 pair = ptx::cvt_bf16x2(c[i] * scale[0], c[2 + i] * scale[0]);
+        ptx::st_shared_u16(at, pair & 0xffffu);
+        ptx::st_shared_u16(at + kRowBlock, pair >> 16);
+      }
     }
+    __syncwarp();
+    const u32 token = ctx.lane / 4;
+    if (token < table.count(used)) {
+      const u32 entry = table.entry(used, token);
+      const u32 row = (entry >> 8) * Op::kTopK + (entry & 255);
+      uint4 v[kTokenBytes / 16];
 #pragma unroll
-      for (u32 h = 0; h < (Op::kSwiglu ? 1 : 2); ++h) {
-        float y[2];
+      for (u32 i = 0; i < kTokenBytes / 16; ++i) v[i] = ptx::ld_shared_v4(scratch + token * kTokenBytes + 16 * i);
+#pragma unroll 1
+      for (u32 d = ctx.lane % 4; d < Op::Out::destinations(ctx); d += 4) {
 #pragma unroll
-        for (u32 i = 0; i < 2; ++i) {
-          if constexpr (Op::kSwiglu) {
-            const float gate = c[i] * scale[0], up = c[2 + i] * scale[1];
-            y[i] = __fdividef(gate, 1.0f + __expf(-gate)) * up;
-          } else {
-            y[i] = c[2 * h + i] * scale[0];
-          }
-        }
-        const float theirs = __shfl_xor_sync(kFullMask, odd ? y[0] : y[1], 4);
-        const u32 word = odd ? ptx::cvt_bf16x2(theirs, y[1]) : ptx::cvt_bf16x2(y[0], theirs);
-        if (at < count) Op::Out::send(ctx, row, column + h * 8 + g - odd, word);
+        for (u32 i = 0; i < kTokenBytes / 16; ++i) Op::Out::send_to(ctx, d, row, column + 8 * i, v[i]);
+      }
     }
     return true;
   }

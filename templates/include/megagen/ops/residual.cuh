@@ -6,7 +6,7 @@
 
 namespace megagen::ops {
 
-// Op: kWidth, kEps, kTemperature, kClamp, In, Stream, Out, gain(params), gate(params), Group, kScratch.
+// Op: kWidth, kEps, In, Stream, Out, gain(params), gate(params) (all alphas, then all betas), Group, kScratch.
 template <class Op>
 struct Residual {
   using Slice = RowSlice<Op::kWidth, 8>;
@@ -29,47 +29,39 @@ struct Residual {
           }))
         return;
       if (!Op::In::read(ctx, v, true, [&](u32 i) { return token * Op::kWidth + Slice::element(slice, ctx.lane, i); })) return;
-      u32 y[kN][4];
       float square[1] = {0};
 #pragma unroll
       for (u32 i = 0; i < kN; ++i) {
         float x[8];
         unpack<8>(v[i], x);
 #pragma unroll
-        for (u32 e = 0; e < 8; e += 2) {
-          const u32 pair = ptx::cvt_bf16x2(x[e] * gain[i][e], x[e + 1] * gain[i][e + 1]);
-          y[i][e / 2] = pair;
-          square[0] = fmaf(bf16_low(pair), bf16_low(pair), square[0]);
-          square[0] = fmaf(bf16_high(pair), bf16_high(pair), square[0]);
-        }
+        for (u32 e = 0; e < 8; ++e) square[0] = fmaf(x[e] * gain[i][e], x[e] * gain[i][e], square[0]);
       }
       if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square)) return;
-      const float r = rsqrtf(square[0] / Op::kWidth + Op::kEps);
+      const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
 #pragma unroll
       for (u32 i = 0; i < kN; ++i) {
+        float x[8];
+        keep_packed(v[i]);
+        unpack<8>(v[i], x);
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
           const u32 element = Slice::element(slice, ctx.lane, i) + 4 * h;
-          const float4 g = ptx::ld_constant_f4(Op::gate(ctx.p) + element * 4);
-          keep_packed(y[i][2 * h]);
-          keep_packed(y[i][2 * h + 1]);
-          const u32 n0 = ptx::cvt_bf16x2(bf16_low(y[i][2 * h]) * r, bf16_high(y[i][2 * h]) * r);
-          const u32 n1 = ptx::cvt_bf16x2(bf16_low(y[i][2 * h + 1]) * r, bf16_high(y[i][2 * h + 1]) * r);
+          const float4 alpha = ptx::ld_constant_f4(Op::gate(ctx.p) + element * 4);
+          const float4 beta = ptx::ld_constant_f4(Op::gate(ctx.p) + (Op::kWidth + element) * 4);
           const uint4 old = s[2 * i + h];
+          const float* y = x + 4 * h;
+          const float* g = gain[i] + 4 * h;
           Op::Out::send(ctx, token, element,
-                        uint4{mix(old.x, bf16_low(n0), g.x), mix(old.y, bf16_high(n0), g.y), mix(old.z, bf16_low(n1), g.z),
-                              mix(old.w, bf16_high(n1), g.w)});
+                        uint4{mix(old.x, y[0] * g[0] * r, alpha.x, beta.x), mix(old.y, y[1] * g[1] * r, alpha.y, beta.y),
+                              mix(old.z, y[2] * g[2] * r, alpha.z, beta.z), mix(old.w, y[3] * g[3] * r, alpha.w, beta.w)});
         }
       }
       Op::Out::publish(ctx);
     }
   }
 
-  MEGAGEN_DEVICE u32 mix(u32 old, float n, float gate) {
-    const float w = gate * (1.0f / Op::kTemperature);
-    const float beta = __fdividef(1.0f, 1.0f + __expf(-w));
-    const float fade = __fdividef(1.0f, 1.0f + __expf(w)) * (1.0f + beta);
-    const float alpha = sqrtf(fade > Op::kClamp ? fade : Op::kClamp);
+  MEGAGEN_DEVICE u32 mix(u32 old, float n, float alpha, float beta) {
     return __float_as_uint(fmaf(alpha, __uint_as_float(old), beta * n));
   }
 };

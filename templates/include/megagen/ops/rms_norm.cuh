@@ -41,7 +41,7 @@ struct RmsNorm {
         for (u32 e = 0; e < kPer; ++e) square[0] = fmaf(x[i][e], x[i][e], square[0]);
       }
       if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square)) return;
-      const float r = rsqrtf(square[0] / Op::kWidth + Op::kEps);
+      const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
 #pragma unroll
       for (u32 i = 0; i < kN; ++i) {
         u32 word[kPer / 2];

@@ -93,7 +93,7 @@ struct TopK {
       u32 keys[kPer];
 #pragma unroll
       for (u32 i = 0; i < kPer; ++i) {
-        p[i] = 1.0f / (1.0f + expf(-(p[i] * Op::kMultiplier)));
+        p[i] = __fdividef(1.0f, 1.0f + __expf(-(p[i] * Op::kMultiplier)));
         keys[i] = valid ? key(p[i] + bias[i]) : 0;
       }
       u32 id = 0;  // lane s: the expert of slot s
@@ -127,10 +127,14 @@ struct TopK {
       for (u32 slot = 0; slot < Op::kTopK; ++slot) sum += __shfl_sync(kFullMask, mine_p, slot);
       if (ctx.lane < Op::kTopK) {
         Op::Routes::send(ctx, token, ctx.lane, id);
-        Op::Routes::send(ctx, token, Op::kTopK + ctx.lane, __float_as_uint(mine_p / (sum + Op::kSumEps) * Op::kScale));
+        Op::Routes::send(ctx, token, Op::kTopK + ctx.lane, __float_as_uint(__fdividef(mine_p, sum + Op::kSumEps) * Op::kScale));
       }
       Op::Routes::publish(ctx);
     }
+  }
+
+  MEGAGEN_DEVICE u32 tokens_of(u32 table, u32 expert) {
+    return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));
   }
 
   // Lane: four (token, slot) pairs, and eight experts. Ids are masked, so that garbage stays in bounds.
@@ -151,12 +155,10 @@ struct TopK {
       for (u32 i = 0; i < 4; ++i) ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);
     }
     __syncwarp();
-    u32 counts[kPer], entries = 0;
+    u32 entries = 0;
 #pragma unroll
-    for (u32 i = 0; i < kPer; ++i) {
-      counts[i] = __popc(ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * (ctx.lane * kPer + i)));
-      entries += (counts[i] + ExpertTable::kColumns - 1) / ExpertTable::kColumns;
-    }
+    for (u32 i = 0; i < kPer; ++i)
+      entries += (tokens_of(base, ctx.lane * kPer + i) + ExpertTable::kColumns - 1) / ExpertTable::kColumns;
     u32 end = entries;
 #pragma unroll
     for (u32 d = 1; d < 32; d *= 2) {
@@ -165,18 +167,15 @@ struct TopK {
     }
     if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, end);
     u32 at = end - entries;
-#pragma unroll
-    for (u32 i = 0; i < kPer; ++i) {
-      const u32 expert = ctx.lane * kPer + i;
+#pragma unroll 1
+    for (u32 expert = ctx.lane * kPer; expert < (ctx.lane + 1) * kPer; ++expert) {
       ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, at);
-#pragma unroll
-      for (u32 done = 0; done < 16; done += ExpertTable::kColumns) {
-        if (counts[i] > done) {
-          const u32 left = counts[i] - done;
-          ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * at, expert);
-          ptx::st_shared_u16(base + ExpertTable::kCount + 2 * at, left < ExpertTable::kColumns ? left : ExpertTable::kColumns);
-          ++at;
-        }
+      const u32 n = tokens_of(base, expert);
+#pragma unroll 1
+      for (u32 done = 0; done < n; done += ExpertTable::kColumns, ++at) {
+        const u32 left = n - done;
+        ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * at, expert);
+        ptx::st_shared_u16(base + ExpertTable::kCount + 2 * at, left < ExpertTable::kColumns ? left : ExpertTable::kColumns);
       }
     }
     __syncwarp();

@@ -1,0 +1,152 @@
+"""What a block and a rank need is there, and no two things stand in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from megagen.check.finding import Finding, proved, refuse
+from megagen.ir.plan import Plan, Source, SyncKind
+
+RULE = "resources"
+WARPGROUP = 4
+MBARRIER = 8  # bytes
+ACCUM_SLOT = 8 * 2 * 32 * 16  # slices, n8 tiles, lanes, bytes a lane: mma/format.cuh
+CLUSTER_ROW = 16 * 4  # bytes of a token's partial sums in a row block: comm/channel.cuh
+VECTOR = 16  # bytes that a lane reads or empties at once
+Span = tuple[int, int, str, int]  # offset, bytes, what, alignment
+
+
+def resources(plan: Plan) -> Iterator[Finding]:
+    """Shared memory, registers, barriers, co-residency, heap."""
+    launch, machine = plan.launch, plan.machine
+    if not 1 <= launch.warps <= 32:
+        refuse(RULE, f"{launch.warps} warps a block: there can be 1 to 32", launch.source)
+    _shared(plan)
+    registers = _registers(plan)
+    _resident(plan)
+    _heap(plan)
+    if machine.barriers < 1:
+        refuse(RULE, f"{machine.name} has no named barrier, the block's own needs one", launch.source)
+    yield proved(
+        RULE,
+        f"{launch.shared_bytes} of {machine.shared_bytes} bytes of shared memory, {registers} registers a thread, "
+        f"{launch.blocks} of {machine.blocks_fit[launch.cluster]} blocks, heap of {plan.heap.bytes} bytes",
+    )
+
+
+def _apart(spans: Iterable[Span], size: int, where: str, source: Source) -> None:
+    """Inside ``size`` bytes, aligned, and none over another."""
+    end, before = 0, "its beginning"
+    for offset, count, what, align in sorted(spans):
+        if offset % align:
+            refuse(RULE, f"{what} stands at {offset} of {where}, not at a multiple of {align}", source)
+        if count and offset < end:
+            refuse(RULE, f"{what} overlaps {before} in {where}", source)
+        if offset + count > size:
+            refuse(RULE, f"{what} ends at {offset + count}, past the {size} bytes of {where}", source)
+        if count:
+            end, before = offset + count, what
+
+
+def _shared(plan: Plan) -> None:
+    launch, ring, limit = plan.launch, plan.ring, plan.machine.shared_bytes
+    if launch.shared_bytes > limit:
+        others = launch.shared_bytes - ring.stages * ring.stage_bytes
+        fit = max(0, limit - others) // ring.stage_bytes
+        refuse(
+            RULE,
+            f"a block needs {launch.shared_bytes} bytes of shared memory, {plan.machine.name} has {limit}",
+            ring.source,
+            launch.source,
+            hint=f"a ring of {fit} stages of {ring.stage_bytes} bytes would fit",
+        )
+    regions: list[Span] = [(r.offset, r.bytes, r.name, max(r.align, VECTOR)) for r in plan.regions]
+    barriers: list[Span] = [(b.offset, MBARRIER * b.slots, b.name, MBARRIER) for b in plan.barriers]
+    _apart([*regions, *barriers], launch.shared_bytes, "shared memory", launch.source)
+    sizes = {ring.region: ring.stages * ring.stage_bytes, "accum": plan.barrier("accum_full").slots * ACCUM_SLOT}
+    for c in plan.channels:
+        if c.kind is SyncKind.CLUSTER and launch.cluster > 0:
+            clusters = max(1, launch.blocks // launch.cluster)
+            places = math.ceil(math.ceil(c.shape[1] / clusters) / launch.cluster)
+            sizes[f"cluster_{c.name}"] = places * c.shape[0] * plan.tokens * CLUSTER_ROW
+    held = {r.name: r.bytes for r in plan.regions}
+    for name, size in sizes.items():
+        if held.get(name, 0) < size:
+            refuse(RULE, f"region {name} of shared memory has {held.get(name, 0)} bytes, {size} are used", ring.source)
+    for op in plan.ops:
+        if op.stream is not None and op.stream.stage_bytes > ring.stage_bytes:
+            refuse(
+                RULE,
+                f"ring too small: a stage of {op.name} is {op.stream.stage_bytes} bytes, the ring's {ring.stage_bytes}",
+                ring.source,
+                op.source,
+                hint=f"s.ring(stages={ring.stages}, stage_bytes={-(-op.stream.stage_bytes // 1024)} * KiB)",
+            )
+
+
+def _registers(plan: Plan) -> str:
+    launch, machine, pair = plan.launch, plan.machine, plan.launch.registers
+    even = min(255, machine.registers // (32 * launch.warps) // 8 * 8)
+    pool = machine.registers // (32 * launch.warps) // 8 * 8 * 32 * launch.warps
+    if pair is not None:
+        if any(n % 8 or not 24 <= n <= 256 for n in pair):
+            refuse(RULE, f"registers={pair}: setmaxnreg takes multiples of 8 from 24 to 256", launch.source)
+        if launch.warps % WARPGROUP:
+            refuse(RULE, f"setmaxnreg needs whole warpgroups, a block of {launch.warps} warps has none", launch.source)
+        used = 32 * (WARPGROUP * pair[0] + (launch.warps - WARPGROUP) * pair[1])
+        if used > pool:
+            refuse(
+                RULE,
+                f"registers={pair} of {launch.warps} warps add up to {used}, a launch starts with {pool}",
+                launch.source,
+                hint="a warp waits for ever for registers that no other gives back: lower one of the two",
+            )
+    for op in plan.ops:
+        for spec in op.specs:
+            at = op.roles[spec.name][0]
+            has = even if pair is None else pair[at >= WARPGROUP]
+            if spec.registers > has:
+                refuse(RULE, f"{op.name}.{spec.name} needs {spec.registers} registers, its warps have {has}", op.source)
+    return f"{even}" if pair is None else " and ".join(map(str, pair))
+
+
+def _resident(plan: Plan) -> None:
+    """Blocks wait for each other, so all have to run at once."""
+    launch, fit = plan.launch, plan.machine.blocks_fit
+    if launch.cluster not in fit:
+        known = f"it knows {', '.join(map(str, sorted(fit)))}"
+        refuse(RULE, f"{plan.machine.name} knows no clusters of {launch.cluster} blocks", launch.source, hint=known)
+    if launch.blocks < 1 or launch.blocks % launch.cluster:
+        refuse(RULE, f"{launch.blocks} blocks do not make whole clusters of {launch.cluster}", launch.source)
+    if launch.blocks > fit[launch.cluster]:
+        refuse(
+            RULE,
+            f"{launch.blocks} blocks in clusters of {launch.cluster} wait for each other, {plan.machine.name} runs "
+            f"{fit[launch.cluster]} at once",
+            launch.source,
+            hint=f"at most {fit[launch.cluster]} blocks",
+        )
+
+
+def _heap(plan: Plan) -> None:
+    heap, launch = plan.heap, plan.launch
+    if heap.record_bytes < 64 * launch.blocks * launch.warps:
+        refuse(RULE, f"hang records of {launch.blocks} x {launch.warps} warps need more than {heap.record_bytes} bytes")
+    spans: list[Span] = [
+        (heap.epoch_offset, 4 * launch.blocks, "the epoch words", 4),
+        (heap.abort_offset, 4, "the abort word", 4),
+        (heap.record_offset, heap.record_bytes, "the hang records", VECTOR),
+    ]
+    for c in plan.channels:
+        if c.kind in (SyncKind.MBARRIER, SyncKind.CLUSTER):
+            continue
+        size = math.prod(c.shape) * int(c.dtype.bits) // 8
+        if c.bytes < size or c.bytes % VECTOR:
+            refuse(RULE, f"a copy of {c.name} has {c.bytes} bytes, its tensor {size}", c.source)
+        spans += [(c.offset + i * c.bytes, c.bytes, f"copy {i} of {c.name}", VECTOR) for i in range(c.copies)]
+        if c.kind in (SyncKind.COUNTER, SyncKind.FLAG):
+            if c.counter_offset is None:
+                refuse(RULE, f"{c.name} has no counter", c.source)
+            spans.append((c.counter_offset, 4 * c.copies, f"the counter of {c.name}", 4))
+    _apart(spans, heap.bytes, "the heap", launch.source)

@@ -1,0 +1,68 @@
+"""The weight ring is first in, first out: loaded in the order in which it is drained, each stage once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from megagen.check.finding import Finding, group, placed, proved, refuse, steps, title, warps
+from megagen.ir.plan import KernelPlan, Plan, StepPlan
+
+RULE = "ring"
+WHOLE = 1024  # ops/stream.cuh
+
+
+def ring(plan: Plan) -> Iterator[Finding]:
+    """Order of streams, shares, caps."""
+    if plan.ring.stages < 1:
+        refuse(RULE, "a ring needs at least one stage", plan.ring.source)
+    for kernel in plan.kernels:
+        _kernel(plan, kernel)
+    streams = sum(op.stream is not None for op in plan.ops)
+    yield proved(RULE, f"{streams} streams pass {plan.ring.stages} stages in order")
+
+
+def _kernel(plan: Plan, kernel: KernelPlan) -> None:
+    specs = placed(plan)
+    loads: list[StepPlan] = []
+    for _, step in steps(kernel):
+        if step.call == "load_weights":
+            _share(step)
+            loads.append(step)
+            if step.args[2] < 1:
+                refuse(RULE, f"{title(step)} with {step.args[2]} stages in flight loads nothing", step.source)
+        elif step.call == "prefetch_l2":
+            _share(step)
+    order = [op for op, _ in groupby(loads, key=lambda s: s.op)]
+    if len(set(order)) != len(order):
+        refuse(RULE, f"a stream is interrupted by another: {', '.join(map(str, order))}", loads[0].source)
+    for op, parts in groupby(loads, key=lambda s: s.op):
+        at = 0
+        for step in parts:
+            if step.args[0] != at:
+                what = "left out" if step.args[0] > at else "loaded twice"
+                refuse(RULE, f"stages {_span(at, step.args[0])} of {op} are {what}", step.source)
+            at = step.args[1]
+        if at != WHOLE:
+            refuse(RULE, f"stages {_span(at, WHOLE)} of {op} are never loaded", plan.op(str(op)).source)
+    for program in kernel.programs:
+        drained = [s.op for s in program.steps if s.op and s.call in plan.op(s.op).roles and specs[s.op, s.call].ring]
+        if drained and drained != order:
+            refuse(
+                RULE,
+                f"the ring is filled with {', '.join(map(str, order))} but {group(warps(program))} drains "
+                f"{', '.join(map(str, drained))}",
+                plan.ring.source,
+            )
+    if loads and not any(s.op and specs[s.op, s.call].ring for _, s in steps(kernel) if (s.op, s.call) in specs):
+        refuse(RULE, f"nobody drains the ring of {kernel.name}", plan.ring.source)
+
+
+def _share(step: StepPlan) -> None:
+    first, last = step.args[:2]
+    if not 0 <= first <= last <= WHOLE:
+        refuse(RULE, f"{title(step)} takes the share {_span(first, last)}", step.source)
+
+
+def _span(a: int, b: int) -> str:
+    return f"{min(a, b)} to {max(a, b)} of {WHOLE}"

@@ -1,0 +1,592 @@
+"""The checker: what ships passes, each rule refuses Plans broken in one place, and a simulated block agrees about deadlocks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megagen.check import check
+from megagen.dsl import L2, KiB, Schedule, cluster, counter, lamport, load
+from megagen.errors import CheckError
+from megagen.ir.graph import DType, Scope
+from megagen.ir.plan import KernelPlan, Plan, Reset, RoleRef, StepPlan, SyncKind
+from megagen.lower import lower
+from megagen.machines import load as load_machine
+from megagen.models import muse_spark
+
+SHIPPED = Path(__file__).resolve().parent.parent / "schedules" / "muse_moe.py"
+GEMMS = ("router", "pooler", "gate_up", "down", "unpooler")
+
+
+@lru_cache
+def shipped(fused: bool = True, choices: tuple[tuple[str, str], ...] = ()) -> Plan:
+    return lower(load(SHIPPED, choices=dict(choices)), fused=fused)
+
+
+def refused(plan: Plan, rule: str, *words: str) -> CheckError:
+    with pytest.raises(CheckError) as caught:
+        check(plan)
+    text = caught.value.render()
+    assert caught.value.message.endswith(f"[{rule}]"), text
+    for word in words:
+        assert word in text, text
+    return caught.value
+
+
+# -- what ships ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_every_choice_that_ships_passes(fused: bool) -> None:
+    """Each option of each choice on its own; clusters' hand-off needs clusters."""
+    offered = load(SHIPPED).offered
+    assert len(offered) >= 5
+    for name, (_, options) in offered.items():
+        for option in options:
+            choices = {name: option} | ({"cluster": "2"} if option == "cluster" else {})
+            found = check(shipped(fused, tuple(choices.items())))
+            assert {f.rule for f in found} == {"roles", "resources", "channels", "mbarriers", "ring", "order"}
+            assert any(f.level == "warning" for f in found) == (option == "counter")
+
+
+def test_checking_takes_no_time() -> None:
+    plans = [shipped(True), shipped(False)]
+    start = time.perf_counter()
+    for plan in plans:
+        check(plan)
+    assert time.perf_counter() - start < 0.5
+
+
+def test_a_fence_behind_bulk_loads_is_priced_at_its_line() -> None:
+    """Fused, all six RANK hand-offs of the option; unfused, only those whose own kernel streams weights."""
+    for fused, expected in ((True, 6), (False, 3)):
+        warnings = [f for f in check(shipped(fused, (("sync", "counter"),))) if f.level == "warning"]
+        assert len(warnings) == expected
+        for f in warnings:
+            line = f.render()
+            assert "\n" not in line
+            assert line.startswith("warning: counter of ")
+            assert "7 to 8 µs" in line
+            assert f.source is not None
+            assert f"muse_moe.py:{f.source.line}" in line
+            assert "s.sync(" in f.source.text
+
+
+# -- broken in one place ---------------------------------------------------------------------------------------
+
+Edit = Callable[[Plan], Plan]
+
+
+def part(field: str, name: str | None = None, **changes: Any) -> Edit:
+    """Change ``plan.<field>``, or in it the element of that name. A callable maps the old value."""
+
+    def changed(item: Any) -> Any:
+        new = {k: v(getattr(item, k)) if callable(v) else v for k, v in changes.items()}
+        return item.model_copy(update=new)
+
+    def edit(plan: Plan) -> Plan:
+        old = getattr(plan, field)
+        if name is None:
+            return plan.model_copy(update={field: changed(old)})
+        assert any(x.name == name for x in old), name
+        return plan.model_copy(update={field: tuple(changed(x) if x.name == name else x for x in old)})
+
+    return edit
+
+
+def step(op: str | None, call: str, change: Callable[[StepPlan], list[StepPlan]], every: bool = True) -> Edit:
+    """Replace each such step of the first kernel that has one."""
+
+    def edit(plan: Plan) -> Plan:
+        kernels, hits = [], 0
+        for kernel in plan.kernels:
+            programs = []
+            for program in kernel.programs:
+                steps: list[StepPlan] = []
+                for s in program.steps:
+                    hit = (s.op, s.call) == (op, call) and (every or not hits)
+                    hits += hit
+                    steps += change(s) if hit else [s]
+                programs.append(program.model_copy(update={"steps": tuple(steps)}))
+            kernels.append(kernel.model_copy(update={"programs": tuple(programs)}))
+        assert hits, (op, call)
+        return plan.model_copy(update={"kernels": tuple(kernels)})
+
+    return edit
+
+
+def with_(s: StepPlan, **changes: Any) -> StepPlan:
+    return s.model_copy(update=changes)
+
+
+def gone(s: StepPlan) -> list[StepPlan]:
+    return []
+
+
+def uses(**changes: Any) -> Callable[[StepPlan], list[StepPlan]]:
+    """Change the barrier uses for which ``only(use)`` holds."""
+    only = changes.pop("only", lambda u: True)
+    return lambda s: [with_(s, barriers=tuple(u.model_copy(update=changes) if only(u) else u for u in s.barriers))]
+
+
+def roles(op: str, **changes: tuple[int, ...]) -> Edit:
+    return part("ops", op, roles=lambda old: dict(old) | changes)
+
+
+def without_role(op: str, role: str) -> Edit:
+    return part("ops", op, roles=lambda old: {k: v for k, v in old.items() if k != role})
+
+
+def first_before(call: str, other: str) -> Edit:
+    """In every program that has both, move the first such step to the front of the other."""
+
+    def edit(plan: Plan) -> Plan:
+        def moved(steps: tuple[StepPlan, ...]) -> tuple[StepPlan, ...]:
+            calls = [s.call for s in steps]
+            if call not in calls or other not in calls:
+                return steps
+            found = steps[calls.index(call)]
+            rest = [s for s in steps if s is not found]
+            rest.insert([s.call for s in rest].index(other), found)
+            return tuple(rest)
+
+        kernels = tuple(
+            k.model_copy(update={"programs": tuple(p.model_copy(update={"steps": moved(p.steps)}) for p in k.programs)})
+            for k in plan.kernels
+        )
+        return plan.model_copy(update={"kernels": kernels})
+
+    return edit
+
+
+def swapped(first: str, second: str, call: str) -> Edit:
+    """Exchange two ops' steps of a kind in all programs."""
+
+    def edit(plan: Plan) -> Plan:
+        a = {s.op: s for k in plan.kernels for p in k.programs for s in p.steps if s.call == call}
+        once = step(first, call, lambda s: [with_(a[second], index=-1)])(plan)
+        return step(second, call, lambda s: [a[first]] if s.index != -1 else [a[second]])(once)
+
+    return edit
+
+
+def both(*edits: Edit) -> Edit:
+    def edit(plan: Plan) -> Plan:
+        for e in edits:
+            plan = e(plan)
+        return plan
+
+    return edit
+
+
+def pair(first: int, other: int) -> Edit:
+    return part("launch", registers=(first, other))
+
+
+MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
+    # roles
+    "unassigned": (without_role("pooler", "reduce"), "roles", ("pooler.reduce", "no warp", "s.assign(g.pooler")),
+    "three warps": (roles("down", math=(4, 5, 6)), "roles", ("down.math", "3 warps", "takes 8")),
+    "gaps": (roles("down", math=(4, 5, 6, 7, 8, 9, 10, 12)), "roles", ("not consecutive",)),
+    "unaligned": (roles("down", math=tuple(range(2, 10))), "roles", ("multiple of 4", "begin at warp 0")),
+    "outside": (roles("down", math=tuple(range(8, 16))), "roles", ("warps 8 to 15", "has 12")),
+    "two math groups": (roles("down", math=tuple(range(8))), "roles", ("router.math", "down.math", "same warps")),
+    "two producers": (roles("down", load_weights=(1,)), "roles", ("load_weights", "one producer")),
+    "two reducers": (roles("down", reduce=(3,)), "roles", ("router.reduce", "down.reduce", "in order")),
+    "shared group": (
+        part("ops", "combine", barriers={"group": "group_residual"}), "roles", ("combine", "residual", "group barrier")
+    ),
+    "shared scratch": (
+        part("ops", "combine", regions={"scratch": "scratch_residual"}), "roles", ("combine", "residual", "scratch")
+    ),
+    "placed but not run": (step("pooler", "finish", gone), "roles", ("pooler.finish", "runs it on none")),
+    "wrong first warp": (step("down", "math", lambda s: [with_(s, args=(0,))]), "roles", ("down.math", "not 4")),
+    "skipped accumulators": (
+        step("down", "reduce", lambda s: [s, with_(s, op="gate_up", call="skip_accum")]), "roles", ("accumulators",)
+    ),
+    "no attach": (step(None, "attach", gone, every=False), "roles", ("attach exactly once", "0 times")),
+    "attached twice": (step(None, "attach", lambda s: [s, s], every=False), "roles", ("attach exactly once", "2 times")),
+    "trigger before attach": (first_before("trigger", "attach"), "roles", ("dependents", "previous launch")),
+    "read before attach": (first_before("select", "attach"), "roles", ("top_k", "before it attaches")),
+    "no drain": (step(None, "drain", gone), "roles", ("bulk loads", "drain")),
+    "no housekeeper": (step(None, "reset", gone), "roles", ("one warp has to empty", "s.reset(by=")),
+    "two housekeepers": (step(None, "reset", lambda s: [s, s]), "roles", ("one warp has to empty",)),
+    "forgotten copy": (
+        step(None, "reset", lambda s: [with_(s, writes=s.writes[1:])]), "roles", ("does not empty", "normed")
+    ),
+    "frozen epoch": (
+        lambda p: p.model_copy(update={"kernels": tuple(k.model_copy(update={"advances_epoch": False}) for k in p.kernels)}),
+        "roles", ("epoch",),
+    ),
+    "missing program": (
+        lambda p: p.model_copy(
+            update={"kernels": tuple(k.model_copy(update={"programs": k.programs[1:]}) for k in p.kernels)}
+        ),
+        "roles", ("programs for warps 1 to 11",),
+    ),
+    # resources
+    "too much shared memory": (part("launch", shared_bytes=232449), "resources", ("shared memory", "232448", "would fit")),
+    "regions overlap": (part("regions", "accum", offset=128), "resources", ("accum overlaps ring", "shared memory")),
+    "region past the end": (part("regions", "table", offset=168_960), "resources", ("table ends", "shared memory")),
+    "barrier in a region": (part("barriers", "table_ready", offset=64), "resources", ("overlaps",)),
+    "crooked barrier": (part("barriers", "table_ready", offset=lambda o: o + 4), "resources", ("multiple of 8",)),
+    "small ring region": (part("regions", "ring", bytes=1024), "resources", ("region ring", "1024")),
+    "small accumulators": (part("regions", "accum", bytes=8192), "resources", ("region accum", "16384")),
+    "ring too small": (part("ring", stage_bytes=32 * KiB), "resources", ("ring too small", "36 * KiB")),
+    "odd registers": (pair(100, 160), "resources", ("multiples of 8",)),
+    "few registers": (pair(16, 160), "resources", ("24 to 256",)),
+    "many registers": (pair(168, 176), "resources", ("add up to", "64512")),
+    "no cluster of 3": (part("launch", cluster=3), "resources", ("clusters of 3",)),
+    "half a cluster": (part("launch", cluster=8), "resources", ("132 blocks", "clusters of 8")),
+    "too many blocks": (part("machine", blocks_fit={1: 131}), "resources", ("132 blocks", "131 at once")),
+    "no block": (part("launch", blocks=0), "resources", ("0 blocks",)),
+    "channels overlap": (part("channels", "logits", offset=102_400), "resources", ("overlaps", "heap")),
+    "copies overlap": (part("channels", "normed", copies=3), "resources", ("overlaps", "heap")),
+    "channel over control words": (part("channels", "normed", offset=0), "resources", ("overlaps", "epoch")),
+    "short copy": (part("channels", "normed", bytes=1024), "resources", ("normed", "262144")),
+    "short heap": (part("heap", bytes=1 << 20), "resources", ("heap",)),
+    "few hang records": (part("heap", record_bytes=64), "resources", ("hang records",)),
+    # channels
+    "mbarrier between blocks": (
+        part("channels", "normed", kind=SyncKind.MBARRIER), "channels", ("normed", "mbarrier", "one block", "lamport()")
+    ),
+    "table by lamport": (
+        part("channels", "table", kind=SyncKind.LAMPORT, empty=0xFFFFFFFF), "channels", ("table", "use mbarrier()")
+    ),
+    "counter between ranks": (
+        part("channels", "pooled", kind=SyncKind.COUNTER), "channels", ("pooled", "between ranks", "one GPU", "flag()")
+    ),
+    "cluster between ranks": (part("channels", "pooled", kind=SyncKind.CLUSTER), "channels", ("pooled", "between ranks")),
+    "flag within a rank": (part("channels", "normed", kind=SyncKind.FLAG), "channels", ("normed", "every rank")),
+    "cluster of one block": (
+        part("channels", "pooled_partials", kind=SyncKind.CLUSTER, barrier="table_ready", shared_offset=0),
+        "resources", ("cluster_pooled_partials",),
+    ),
+    "empty zero": (part("channels", "normed", empty=0), "channels", ("normed", "0x00000000", "ALL_ONES")),
+    "empty zero gathered": (part("channels", "pooled", empty=0), "channels", ("pooled", "0x00000000")),
+    "empty zero of ids": (part("channels", "routes", empty=0), "channels", ("routes", "u32")),
+    "empty one": (part("channels", "normed", empty=0x3F803F80), "channels", ("0x3f803f80",)),
+    "no empty value": (part("channels", "normed", empty=None), "channels", ("normed", "nothing")),
+    "one copy": (part("channels", "normed", copies=1), "channels", ("normed", "copies=1", "it needs 2")),
+    "two copies between ranks": (part("channels", "pooled", copies=2), "channels", ("pooled", "it needs 3", "faster rank")),
+    "never emptied": (part("channels", "unpooled_partials", reset=Reset.NONE), "channels", ("never emptied", "by_launch")),
+    "reader empties copies": (part("channels", "pooled_partials", bytes=131_072 * 2, copies=2), "resources", ("overlaps",)),
+    "two readers": (
+        part("channels", "pooled_partials", readers=lambda r: (*r, RoleRef(op="combine", role="compute"))),
+        "channels", ("pooled_partials", "several readers", "combine.compute"),
+    ),
+    "wrong writer": (
+        part("channels", "unpooled", writers=(RoleRef(op="pooler", role="finish"),)), "channels", ("writers of unpooled",)
+    ),
+    "never published": (part("channels", "unpooled", arrivals=0), "channels", ("nobody ever publishes unpooled",)),
+    # mbarriers
+    "count": (part("barriers", "accum_full", count=7), "mbarriers", ("accum_full expects 7", "makes 8")),
+    "ring consumers": (part("barriers", "ring_empty", count=7), "mbarriers", ("ring_empty", "8 consumers")),
+    "group": (part("barriers", "group_combine", count=9), "mbarriers", ("group_combine", "combine.compute", "8")),
+    "table": (part("barriers", "table_ready", count=2), "mbarriers", ("table_ready expects 2", "top_k.tables makes 1")),
+    "twice": (
+        step("router", "math", uses(count=2, only=lambda u: u.barrier == "ring_empty" and u.action == "arrive")),
+        "mbarriers", ("ring_empty expects 8", "router.math makes 16"),
+    ),
+    "nobody arrives": (
+        step("top_k", "tables", lambda s: [with_(s, barriers=())]), "mbarriers", ("waits for table_ready", "nothing")
+    ),
+    "reducer hands nothing back": (
+        step("down", "reduce", lambda s: [with_(s, barriers=tuple(u for u in s.barriers if u.action == "wait"))]),
+        "mbarriers", ("down.math waits for accum_empty",),
+    ),
+    "parity of empty": (
+        step("down", "load_weights", uses(start=0, only=lambda u: u.barrier == "ring_empty")), "mbarriers", ("free",)
+    ),
+    "parity of full": (
+        step("down", "math", uses(start=1, only=lambda u: u.barrier == "ring_full")), "mbarriers", ("missing",)
+    ),
+    "nobody announces bytes": (
+        step("down", "load_weights", uses(action="arrive", only=lambda u: u.action == "expect_tx")),
+        "mbarriers", ("ring_full", "nobody announces"),
+    ),
+    "bytes uncounted": (part("barriers", "ring_full", tx=False), "mbarriers", ("ring_full", "does not count")),
+    "slots": (part("barriers", "ring_full", slots=3), "mbarriers", ("ring_full has 3 slots", "4")),
+    "unknown barrier": (
+        step("down", "math", uses(barrier="nobody", only=lambda u: u.barrier == "table_ready")), "mbarriers", ("nobody",)
+    ),
+    # ring
+    "swapped streams": (swapped("gate_up", "down", "load_weights"), "ring", ("router, pooler, down, gate_up", "drains")),
+    "hole": (
+        step("down", "load_weights", lambda s: [with_(s, args=(0, 500, 4)), with_(s, args=(512, 1024, 4))]),
+        "ring", ("500 to 512 of 1024", "down", "left out"),
+    ),
+    "overlap": (
+        step("down", "load_weights", lambda s: [with_(s, args=(0, 512, 4)), with_(s, args=(500, 1024, 4))]),
+        "ring", ("500 to 512 of 1024", "down", "loaded twice"),
+    ),
+    "not all": (step("down", "load_weights", lambda s: [with_(s, args=(0, 1000, 4))]), "ring", ("1000 to 1024", "never")),
+    "share out of range": (step("down", "load_weights", lambda s: [with_(s, args=(0, 1025, 4))]), "ring", ("1025",)),
+    "L2 share out of range": (
+        step("top_k", "tables", lambda s: [s, with_(s, op="down", call="prefetch_l2", args=(512, 2048), barriers=(), writes=())]),
+        "ring", ("down.prefetch_l2", "2048"),
+    ),
+    "nothing in flight": (step("down", "load_weights", lambda s: [with_(s, args=(0, 1024, 0))]), "ring", ("loads nothing",)),
+    # order
+    "finish before reduce": (
+        both(
+            roles("unpooler", finish=(2,)), roles("pooler", finish=(2,)), step("pooler", "finish", gone),
+            step("unpooler", "finish", gone), step("router", "reduce", lambda s: [_finish("pooler"), s]),
+            step("unpooler", "reduce", lambda s: [s, _finish("unpooler")]),
+        ),
+        "order", ("deadlock", "pooler.finish", "router.reduce", "for pooled_partials"),
+    ),
+}  # fmt: skip
+
+
+def _finish(op: str) -> StepPlan:
+    return next(s for k in shipped().kernels for p in k.programs for s in p.steps if (s.op, s.call) == (op, "finish"))
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_plan_broken_in_one_place_is_refused(name: str) -> None:
+    edit, rule, words = MUTANTS[name]
+    refused(edit(shipped()), rule, *words)
+
+
+CLUSTERED = (("sync", "cluster"), ("cluster", "2"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "rule", "words"),
+    [
+        (both(part("launch", cluster=1), part("regions", "cluster_pooled_partials", bytes=1 << 15)), "resources", ()),
+        (part("regions", "cluster_pooled_partials", bytes=64), "resources", ("cluster_pooled_partials", "64")),
+        (part("channels", "pooled_partials", copies=2), "channels", ("one copy",)),
+        (part("channels", "pooled_partials", barrier=None), "channels", ("no barrier",)),
+        (
+            part("channels", "pooled_partials", readers=(RoleRef(op="top_k", role="select"),)),
+            "channels", ("one op's partial sums",),
+        ),
+        (part("barriers", "done_pooled_partials", count=2), "mbarriers", ("done_pooled_partials expects 2",)),
+    ],
+)  # fmt: skip
+def test_a_broken_cluster_is_refused(edit: Edit, rule: str, words: tuple[str, ...]) -> None:
+    refused(edit(shipped(True, CLUSTERED)), rule, *words)
+
+
+def test_an_unfused_plan_reads_what_an_earlier_kernel_wrote() -> None:
+    plan = shipped(False)
+    late = plan.model_copy(update={"kernels": (*plan.kernels[1:-1], plan.kernels[0], plan.kernels[-1])})
+    refused(late, "order", "router", "reads normed before anything writes it")
+    tables = [k for k in plan.kernels if k.ops == ("gate_up",)][0]
+    programs = tuple(
+        p.model_copy(update={"steps": tuple(s for s in p.steps if s.call != "tables")}) for p in tables.programs
+    )
+    bare = tables.model_copy(update={"programs": programs})
+    refused(
+        plan.model_copy(update={"kernels": tuple(bare if k is tables else k for k in plan.kernels)}),
+        "mbarriers",
+        "table",
+    )
+
+
+def test_summed_contributions_may_use_plus_zero() -> None:
+    """[tp, ...] of a K-sharded GEMM: adding -0 for +0 changes no sum."""
+    parts = {"shape": (8, 16, 8, 4096), "rank_stride": 16 * 8 * 4096, "empty": 0, "dtype": DType.BF16}
+    plan = shipped()
+    old = plan.channel("expert_out")
+    assert old.scope is Scope.WORLD
+    big = 8 * old.bytes
+    at = plan.heap.bytes
+    moved = part("channels", "expert_out", **parts, bytes=big, offset=at)(plan)
+    moved = part("heap", bytes=at + 3 * big)(moved)
+    check(moved)
+    refused(part("channels", "expert_out", rank_stride=512)(moved), "channels", "expert_out", "0x00000000")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scope": Scope.WORLD}, ("other ranks",)),
+        ({"copies": 2}, ("one copy",)),
+        ({"kind": SyncKind.COUNTER, "counter_offset": 100_000}, ("cannot reset the counter",)),
+        ({"readers": (RoleRef(op="top_k", role="tables"),)}, ("top_k.tables", "several blocks")),
+        ({"readers": (RoleRef(op="router", role="math"),)}, ("router.math", "several blocks")),
+    ],
+)  # fmt: skip
+def test_a_reader_that_may_not_reset_is_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    plan = shipped()
+    at = plan.heap.bytes
+    roomy = both(part("heap", bytes=at + (1 << 20)), part("channels", "unpooled_partials", offset=at))(plan)
+    check(roomy)
+    if "counter_offset" in changes:
+        changes |= {"counter_offset": at + (1 << 19)}
+    refused(part("channels", "unpooled_partials", **changes)(roomy), "channels", "unpooled_partials", *words)
+
+
+# -- deadlocks, at the user's line -----------------------------------------------------------------------------
+
+LAUNCH = "    s.launch("
+DEADLOCKS = {
+    "the rest of a weight waits for what needs it": (
+        LAUNCH, "    s.prefetch(g.pooler.weight, into=ring, share=0.5, during=g.residual)\n" + LAUNCH,
+        ("pooler.load_weights", "residual", "s.prefetch(g.pooler", "share=1"),
+    ),
+    "a weight waits for its own op": (
+        LAUNCH, "    s.prefetch(g.unpooler.weight, into=ring, share=0, during=g.unpooler)\n" + LAUNCH,
+        ("unpooler.math", "the end of unpooler", "s.prefetch(g.unpooler"),
+    ),
+    "reduce on a math warp": ("math=math, reduce=reducer", "math=math, reduce=s.warp(4)", ("math", "reduce", "s.assign(")),
+    "producer on a math warp": ("load_weights=producer, math", "load_weights=s.warp(5), math", ("load_weights", "ring")),
+    "reduce on the producer": ("math=math, reduce=reducer", "math=math, reduce=producer", ("reduce", "load_weights")),
+    "L2 prefetch needs the table too early": (
+        LAUNCH, "    s.prefetch(g.down.weight, into=L2, during=g.pre_ffn_norm, by=reducer)\n" + LAUNCH,
+        ("down.prefetch_l2", "table", "s.prefetch(g.down"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEADLOCKS)
+def test_a_deadlock_shows_its_steps(name: str, tmp_path: Path) -> None:
+    old, new, words = DEADLOCKS[name]
+    text = SHIPPED.read_text()
+    assert text.count(old) == 1
+    path = tmp_path / "stuck.py"
+    path.write_text(text.replace(old, new))
+    plan = lower(load(path))
+    error = refused(plan, "order", "deadlock", "stuck.py:", *words)
+    assert len(error.notes) >= 2
+    assert error.hint
+    assert stuck(plan, plan.kernels[0], dict.fromkeys(GEMMS, 40))
+
+
+# -- placements at random, against a simulated block -----------------------------------------------------------
+
+
+def stuck(plan: Plan, kernel: KernelPlan, stages: dict[str, int]) -> set[str]:
+    """Runs a block's programs by the header library's rules, one tile a stage; gives the steps that never end."""
+    slots, accum = plan.ring.stages, plan.barrier("accum_full").slots
+    maths = [p.first for p in kernel.programs if any(s.call == "math" for s in p.steps)]
+    loaded, taken = [0], [0]
+    used, put = dict.fromkeys(maths, 0), dict.fromkeys(maths, 0)
+    pending = {(p.first, i): s for p in kernel.programs for i, s in enumerate(p.steps)}
+    at: dict[int, str] = {}
+
+    def run(warp: int, steps: tuple[StepPlan, ...]) -> Iterator[bool]:
+        for i, s in enumerate(steps):
+            at[warp] = f"{s.op}.{s.call}"
+            while any(n in x.writes for x in pending.values() if x.call != "reset" for n in s.reads):
+                yield False
+            if s.call == "wait_point":
+                while any(x.call == "signal_point" and x.barriers == (_arrival(s),) for x in pending.values()):
+                    yield False
+            n = stages.get(s.op or "", 0)
+            if s.call == "load_weights":
+                for _ in range(n * s.args[0] // 1024, n * s.args[1] // 1024):
+                    while loaded[0] - min(used.values()) >= slots:
+                        yield False
+                    loaded[0] += 1
+                    yield True
+            elif s.call == "math":
+                for _ in range(n):
+                    while loaded[0] <= used[warp]:
+                        yield False
+                    used[warp] += 1
+                    while put[warp] - taken[0] >= accum:
+                        yield False
+                    put[warp] += 1
+                    yield True
+            elif s.call == "reduce":
+                for _ in range(n):
+                    while min(put.values()) <= taken[0]:
+                        yield False
+                    taken[0] += 1
+                    yield True
+            del pending[warp, i]
+            yield True
+        del at[warp]
+
+    running = [run(p.first, p.steps) for p in kernel.programs]
+    while any([next(r, False) for r in running]):
+        pass
+    return set(at.values())
+
+
+def _arrival(wait: StepPlan) -> Any:
+    return wait.barriers[0].model_copy(update={"action": "arrive"})
+
+
+@st.composite
+def placements(draw: st.DrawFn, *, legal: bool) -> Schedule:
+    """A schedule of the block as a person might write it; unless ``legal``, one that may well deadlock."""
+    g = muse_spark.expert_block(tp=8, tokens=draw(st.sampled_from([1, 5, 16])))
+    clusters = draw(st.sampled_from([1, 2]))
+    warps = draw(st.sampled_from([12, 16]))
+    s = Schedule("random", g, load_machine("h200"), warps=warps, blocks=clusters * draw(st.integers(1, 60)))
+    first = draw(st.sampled_from(range(0, warps - 7, 4)))
+    math = s.warps(first, first + 8)
+    others = [w for w in range(warps) if w not in math.indices()]
+    if legal:
+        producer, reducer = (s.warp(w) for w in draw(st.permutations(others))[:2])
+    else:
+        producer, reducer = (s.warp(draw(st.integers(0, warps - 1))) for _ in range(2))
+    anywhere = st.integers(0, warps - 1).map(s.warp)
+    ring = s.ring(
+        stages=draw(st.integers(2, 5)), stage_bytes=36 * KiB, in_flight=draw(st.sampled_from([None, 36 * KiB]))
+    )
+    gemms = [getattr(g, name) for name in GEMMS]
+    s.assign(gemms, load_weights=producer, math=math, reduce=reducer)
+    s.assign(g.pooler, finish=draw(anywhere))
+    s.assign(g.unpooler, finish=draw(anywhere))
+    s.assign(g.top_k, select=draw(anywhere), tables=draw(anywhere))
+    s.assign([g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=math)
+    s.reset(by=draw(anywhere))
+    s.accumulators(draw(st.integers(1, 3)))
+    names = [op.name for op in g.ops]
+    if draw(st.booleans()):
+        op = draw(st.sampled_from(GEMMS))
+        points = names[: names.index(op)] if legal else names
+        share = draw(st.sampled_from([0, 0.25, 0.5, 1]))
+        s.prefetch(getattr(g, op).weight, into=ring, share=share, during=getattr(g, draw(st.sampled_from(points))))
+    if draw(st.booleans()):
+        op = draw(st.sampled_from(GEMMS))
+        points = names[names.index("pre_expert_norm") :] if legal else names
+        s.prefetch(getattr(g, op).weight, into=L2, during=getattr(g, draw(st.sampled_from(points))), by=draw(anywhere))
+    local = draw(st.sampled_from([counter(), lamport(), lamport(copies=3)]))
+    sums = draw(st.sampled_from([counter(), lamport(reset=Reset.READER)] + [cluster()] * (clusters > 1)))
+    s.sync(g.pre_ffn_norm >> g.router, local)
+    s.sync(g.gate_up >> g.down, lamport(copies=3))
+    s.sync(g.pooler.reduce >> g.pooler.finish, sums)
+    s.sync(g.unpooler.reduce >> g.unpooler.finish, sums)
+    s.launch(cluster=clusters, pdl=draw(st.booleans()), early_trigger=draw(st.booleans()))
+    return s
+
+
+COUNTS = st.fixed_dictionaries({op: st.integers(0, 12) for op in GEMMS})
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedule=placements(legal=True), fused=st.booleans(), stages=COUNTS)
+def test_legal_placements_pass_and_end(schedule: Schedule, fused: bool, stages: dict[str, int]) -> None:
+    plan = lower(schedule, fused=fused)
+    check(plan)
+    for kernel in plan.kernels:
+        assert stuck(plan, kernel, stages) == set()
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedule=placements(legal=False), stages=COUNTS)
+def test_the_checker_and_the_block_agree_about_deadlocks(schedule: Schedule, stages: dict[str, int]) -> None:
+    """What passes ends whatever the routing; what is refused does hang once every op has more tiles than slots."""
+    plan = lower(schedule)
+    try:
+        check(plan)
+    except CheckError as error:
+        assert "deadlock" in error.message
+        assert stuck(plan, plan.kernels[0], dict.fromkeys(GEMMS, 40))
+    else:
+        assert stuck(plan, plan.kernels[0], stages) == set()
+        assert stuck(plan, plan.kernels[0], dict.fromkeys(GEMMS, 40)) == set()

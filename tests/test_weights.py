@@ -111,6 +111,10 @@ def test_ranks_hold_their_slices_of_a_checkpoint(saved, tp, split):
         assert set(packed) == set(graph.weights())
         for name, w in graph.weights().items():
             want = state[w.names[0]].float()
+            if w.planes == 2:  # what transformers' gate makes of a stream alone, then of an update alone
+                gate = model.layers[1].get_submodule(w.names[0].removesuffix(".gate"))
+                one, none = torch.ones_like(want), torch.zeros_like(want)
+                want = torch.stack([gate(one, none), gate(none, one)])
             if w.gate_up:
                 want = torch.cat([half.chunk(tp, 1)[rank] for half in want.chunk(2, 1)], 1)
             elif w.shard is not Shard.NONE:
@@ -121,7 +125,10 @@ def test_ranks_hold_their_slices_of_a_checkpoint(saved, tp, split):
             else:
                 tiles = Tiles.of(w, *stage[name])
                 got = torch.stack([unpack(tiles, x) for x in packed[name].view(max(1, w.experts), -1)])
-            assert torch.equal(got.view(want.shape), want), name
+            if w.planes == 2:
+                torch.testing.assert_close(got.view(want.shape), want, rtol=1e-6, atol=0)
+            else:
+                assert torch.equal(got.view(want.shape), want), name
 
 
 def test_progress_counts_matrices(saved):
@@ -381,7 +388,9 @@ def test_random_activations_are_of_order_one_and_packing_keeps_the_values(expert
     packed, stage = layer.packed(), stages(graph)
     for name, w in graph.weights().items():
         if stage[name] is None:
-            assert torch.equal(packed[name], layer.values[name].float())
+            if w.planes == 1:  # the others: test_ranks_hold_their_slices_of_a_checkpoint
+                assert torch.equal(packed[name], layer.values[name].float())
+            assert len(packed[name]) == w.planes * w.rows
             continue
         for e, data in enumerate(packed[name].view(max(1, w.experts), -1)):
             m = layer.matrix(name, e)

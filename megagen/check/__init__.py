@@ -13,7 +13,7 @@ from megagen.ir.plan import Plan
 
 __all__ = ["Finding", "check"]
 
-RULES = (roles, resources, channels, mbarriers, ring, order)  # each may rely on those before it
+RULES = (roles, channels, resources, mbarriers, ring, order)  # each may rely on those before it
 
 
 def check(plan: Plan) -> tuple[Finding, ...]:

@@ -12,14 +12,14 @@ from megagen.ir.plan import ChannelPlan, Plan, Reset, SyncKind
 RULE = "channels"
 LEGAL = {
     Scope.BLOCK: {SyncKind.MBARRIER},
-    Scope.RANK: {SyncKind.LAMPORT, SyncKind.COUNTER, SyncKind.CLUSTER},
+    Scope.RANK: {SyncKind.LAMPORT, SyncKind.COUNTER, SyncKind.CLUSTER, SyncKind.FLAG},
     Scope.WORLD: {SyncKind.LAMPORT, SyncKind.FLAG},
 }
 WHY = {
     SyncKind.MBARRIER: "an mbarrier is seen by one block only",
     SyncKind.CLUSTER: "distributed shared memory ends with the cluster",
     SyncKind.COUNTER: "a counter is seen by one GPU only",
-    SyncKind.FLAG: "a flag is raised on every rank, so another rank's would count",
+    SyncKind.FLAG: "it stays in shared memory",
     SyncKind.LAMPORT: "it stays in shared memory",
 }
 SYNCS = {s: " or ".join(f"{k.value}()" for k in sorted(kinds)) for s, kinds in LEGAL.items()}

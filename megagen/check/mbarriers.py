@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from megagen.check.finding import Finding, proved, refuse, steps, title
-from megagen.ir.plan import BarrierUse, KernelPlan, Plan, StepPlan, SyncKind
+from megagen.ir.plan import KernelPlan, Plan, StepPlan
 
 RULE = "mbarriers"
 ACCUM_FULL, ACCUM_EMPTY = "accum_full", "accum_empty"
@@ -30,24 +30,15 @@ def mbarriers(plan: Plan) -> Iterator[Finding]:
     yield proved(RULE, f"arrivals and phases of {len(plan.barriers)} barriers")
 
 
-def uses(plan: Plan, step: StepPlan) -> Iterator[BarrierUse]:
-    """A step's barrier uses. Who waits for a cluster's bytes is also who says how many (comm/channel.cuh)."""
-    yield from step.barriers
-    explicit = {u.barrier for u in step.barriers if u.action == "expect_tx"}
-    for c in plan.channels:
-        if c.kind is SyncKind.CLUSTER and c.name in step.reads and c.barrier is not None and c.barrier not in explicit:
-            yield BarrierUse(barrier=c.barrier, action="expect_tx", per="launch")
-
-
 def _kernel(plan: Plan, kernel: KernelPlan) -> None:
     known = {b.name: b for b in plan.barriers}
     # A phase is one launch, or one stage or tile of an op: the same part of it (args) on all warps that arrive.
     arrivals: dict[tuple[str, str | None], Counter[tuple[int, ...]]] = defaultdict(Counter)
     arriver: dict[tuple[str, str | None], StepPlan] = {}
     waits: dict[tuple[str, str | None], StepPlan] = {}
-    expects: set[str] = set()
+    expects: set[tuple[str, str | None]] = set()
     for program, step in steps(kernel):
-        for use in uses(plan, step):
+        for use in step.barriers:
             if use.barrier not in known:
                 refuse(RULE, f"{title(step)} uses the unknown barrier {use.barrier!r}", step.source)
             once = use.per == "launch"
@@ -66,7 +57,7 @@ def _kernel(plan: Plan, kernel: KernelPlan) -> None:
             arrivals[key][() if once else step.args] += program.count * use.count
             arriver[key] = step
             if use.action == "expect_tx":
-                expects.add(use.barrier)
+                expects.add(key)
     for key, step in waits.items():
         if key not in arrivals:
             refuse(RULE, f"{title(step)} waits for {key[0]}, and nothing in {kernel.name} arrives there", step.source)
@@ -79,7 +70,7 @@ def _kernel(plan: Plan, kernel: KernelPlan) -> None:
                     f"{name} expects {barrier.count} arrivals a phase, {title(step)} makes {n} in {kernel.name}",
                     step.source,
                 )
-        if barrier.tx != (name in expects):
+        if barrier.tx != ((name, op) in expects):
             missing = "counts bytes that nobody announces" if barrier.tx else "is told of bytes that it does not count"
             refuse(RULE, f"{name} {missing} ({title(step)})", step.source)
         if op is None and barrier.slots != 1:

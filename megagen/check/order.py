@@ -16,7 +16,6 @@ from itertools import pairwise
 import networkx as nx
 
 from megagen.check.finding import Finding, group, placed, proved, refuse, steps, title, warps
-from megagen.check.mbarriers import uses
 from megagen.ir.graph import Scope
 from megagen.ir.plan import KernelPlan, Plan, ProgramPlan, Source, StepPlan, SyncKind
 
@@ -87,7 +86,7 @@ class _Graph:
                 if use.per == "tile" and use.action == "arrive" and step.call == "compute":
                     meet[use.barrier].append((warp, i))
         for warp, i, _, step in self.places:
-            for use in uses(self.plan, step):
+            for use in step.barriers:
                 if use.action == "wait" and use.per == "launch":
                     for w, j in arrive[use.barrier]:
                         self._edge((w, j, "end"), (warp, i, "begin"), f"for {use.barrier}")
@@ -148,12 +147,12 @@ def _refuse(kernel: KernelPlan, graph: nx.DiGraph) -> None:
     points = [s for s in involved if s.call == "wait_point"]
     asked = [s for s in involved if s.call in ("wait_point", "prefetch_l2")]
     first, *rest = dict.fromkeys(title(s) for s in involved)
-    same = any(a[0] == b[0] for a, b, why in hops if a[:2] != b[:2] and not why.startswith("in the program"))
+    streams = not asked and any(why.startswith("to ") for _, _, why in hops)
     hint = (
         "let the rest of the weight wait for an earlier op, or prefetch all of it (share=1)"
         if points
         else "give these roles different warps: they hand data to each other while both run"
-        if same
+        if streams
         else "move one of these roles to another warp, or ask for the prefetch later"
     )
     refuse(
@@ -171,7 +170,7 @@ def _shortest(graph: nx.DiGraph) -> list[Node]:
         if len(part) < 2:
             continue
         inner = graph.subgraph(part)
-        for before, after in inner.edges:
+        for before, after in sorted(inner.edges):  # sorted: the same words every time
             path: list[Node] = nx.shortest_path(inner, after, before)
             if not best or len(path) < len(best):
                 best = path

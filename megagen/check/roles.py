@@ -20,7 +20,6 @@ def roles(plan: Plan) -> Iterator[Finding]:
             _place(plan, op, spec)
     _together(plan, lambda s: s.stream, "load_weights", "one producer fills the ring in order")
     _together(plan, lambda s: s.ring, "math", "every consumer counts the ring's stages and has to see them all")
-    # After a skip, a wait for the slot's parity could be met by the round before last.
     _together(plan, lambda s: s.accum == "in", "reduce", "one warp takes all accumulators in order")
     _groups(plan)
     for kernel in plan.kernels:
@@ -131,7 +130,7 @@ def _accumulators(plan: Plan, kernel: KernelPlan, program: ProgramPlan) -> None:
 
     def accum(step: StepPlan) -> str | None:
         spec = specs.get((step.op or "", step.call))
-        return spec.accum if spec else "in" if step.call == "skip_accum" else None
+        return spec.accum if spec else None
 
     walked = [s for s in program.steps if accum(s) == "in"]
     if not walked:

@@ -141,6 +141,9 @@ def check_(
     checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option))
     if as_json:
         return _print_json(explain.header(checked.plan) | {"findings": report.findings(checked)})
+    for finding in checked.findings:
+        if finding.level != "warning":
+            typer.echo(finding.render())
     return typer.echo(f"{explain.headline(checked.plan)}: ok")
 
 

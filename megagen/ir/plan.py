@@ -146,7 +146,7 @@ class BarrierUse(Frozen):
 class StepPlan(Frozen):
     """One call in a warp's program: ``ops::<Struct><Policy>::<call><args>(ctx)``.
 
-    ``call`` is the role or a service (``load_weights``, ``prefetch_l2``, ``skip_accum``, ``reset``,
+    ``call`` is the role or a service (``load_weights``, ``prefetch_l2``, ``reset``,
     ``signal_point``, ``wait_point``). ``args`` are integer template arguments in order. ``index`` numbers the
     steps of the plan for hang records.
     """

@@ -290,7 +290,6 @@ class _Lowering:
 
     def _program(self, warp: int, ops: list[Op], channels: dict[str, ChannelPlan], first_kernel: bool) -> list[StepPlan]:
         steps: list[StepPlan] = []
-        reduces = any(warp in self.roles.get((o.name, "reduce"), ()) for o in ops)
         for op in ops:
             if not self.fused:
                 steps += self._tables_first(op, warp, channels)
@@ -301,8 +300,6 @@ class _Lowering:
                 warps = self.roles.get((op.name, role.name), ())
                 if warp in warps:
                     steps += self._role(op, role.name, warps, channels)
-                elif role.name == "reduce" and reduces:
-                    steps.append(self._skip(op, channels))
             if op.name in self.points and self.fused and warp in self._point_warps(op.name):
                 use = BarrierUse(barrier=f"point_{op.name}", action="arrive", per="launch")
                 steps.append(StepPlan(op=None, call="signal_point", barriers=(use,), index=0, source=source(self.points[op.name].loc)))
@@ -362,6 +359,12 @@ class _Lowering:
                 BarrierUse(barrier=channels[n].barrier or "", action="arrive", per="launch")
                 for n in writes
                 if channels[n].kind is SyncKind.MBARRIER
+            ]
+            # the reader says how many bytes its cluster will send
+            arrivals += [
+                BarrierUse(barrier=channels[n].barrier or "", action="expect_tx", per="launch")
+                for n in reads
+                if channels[n].kind is SyncKind.CLUSTER
             ]
             return StepPlan(
                 op=op.name, call=call, args=args, reads=reads, writes=writes,
@@ -439,12 +442,6 @@ class _Lowering:
         reads = tuple(ports[x] for x in op.role("load_weights").reads)
         waits = tuple(BarrierUse(barrier="table_ready", action="wait", per="launch") for _ in reads)
         return StepPlan(op=op.name, call="prefetch_l2", args=(first, last), reads=reads, barriers=waits, index=0, source=source(p.loc))
-
-    def _skip(self, op: Op, channels: dict[str, ChannelPlan]) -> StepPlan:
-        ports = {**op.inputs, **op.outputs}
-        reads = tuple(ports[x] for x in op.role("load_weights").reads)
-        waits = tuple(w for n in reads if (w := self._channel_wait(channels[n])) is not None)
-        return StepPlan(op=op.name, call="skip_accum", reads=reads, barriers=waits, index=0)
 
 
 def _service(call: str, loc: Loc | None = None, writes: tuple[str, ...] = ()) -> StepPlan:

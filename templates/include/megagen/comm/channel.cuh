@@ -147,10 +147,14 @@ struct Channel {
     } else if constexpr (D::kKind == Sync::kFlag) {
       __syncwarp();
       if (ctx.lane == 0) {
-        const System& sys = ctx.p.sys;
         ptx::fence_acq_rel_sys();
-        for (u32 peer = 0; peer < sys.live; ++peer)
-          ptx::red_add_relaxed_sys(counter(ctx, sys.heap[peer]), D::kWorld ? sys.world / sys.live : 1);
+        if constexpr (D::kWorld) {
+          const System& sys = ctx.p.sys;
+#pragma unroll 1
+          for (u32 peer = 0; peer < sys.live; ++peer) ptx::red_add_relaxed_sys(counter(ctx, sys.heap[peer]), sys.world / sys.live);
+        } else {
+          ptx::red_add_relaxed_sys(counter(ctx, ctx.heap), 1);
+        }
       }
     }
   }

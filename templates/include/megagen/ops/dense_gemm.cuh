@@ -72,11 +72,6 @@ struct DenseGemm {
     Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
   }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE void skip_accum(Ctx& ctx) {
-    ctx.accum.advance(Tiles::count(ctx));
-  }
-
   // Warps kFirstWarp .. kFirstWarp + 7, a slice of K each.
   template <u32 kFirstWarp, class Ctx>
   MEGAGEN_DEVICE void math(Ctx& ctx) {

@@ -57,13 +57,6 @@ struct ExpertGemm {
     Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
   }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE void skip_accum(Ctx& ctx) {
-    if (!Op::Table::wait(ctx)) return;
-    const Range r = Tiles::run(ctx);
-    ctx.accum.advance((r.last - r.first) * kBlocksPerStage);
-  }
-
   template <u32 kFirstWarp, class Ctx>
   MEGAGEN_DEVICE void math(Ctx& ctx) {
     if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return;

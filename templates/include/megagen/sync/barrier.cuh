@@ -67,12 +67,6 @@ struct Cursor {
       phase ^= 1;
     }
   }
-
-  __device__ __forceinline__ void advance(u32 n) {
-    const u32 sum = slot + n;
-    phase ^= sum / kSlots & 1;
-    slot = sum % kSlots;
-  }
 };
 
 }  // namespace megagen

@@ -65,5 +65,5 @@ def schedule(
     s.sync(g.combine >> g.unpooler, local)
     s.sync(g.unpooler.reduce >> g.unpooler.finish, partials)
     s.sync(g.unpooler >> g.residual, lamport(empty=ALL_ONES, copies=3))
-    s.launch(cluster=s.choice("cluster", 1, 2), pdl=True, early_trigger=s.choice("early_trigger", False, True), registers=None)
+    s.launch(cluster=s.choice("cluster", 1, 2), pdl=True, early_trigger=s.choice("early_trigger", False, True), registers=(120, 192))
     return s

@@ -58,7 +58,7 @@ def read_config(checkpoint: Path) -> MuseSparkConfig:
         data = json.loads(path.read_text("utf-8"))
         text = data.get("text_config", data)
         return MuseSparkConfig(**{ours: text[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in text})
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise WeightError(f"{path}: {error}", hint="a checkpoint is a folder in the Hugging Face layout") from None
 
 

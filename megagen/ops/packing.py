@@ -102,12 +102,14 @@ class Tiles:
 
 
 def pack_dense(tiles: Tiles, matrix: torch.Tensor) -> torch.Tensor:
-    """uint8 [tiles.bytes] of a bf16 or fp32 matrix [rows, k]."""
+    """uint8 [tiles.bytes] of a bf16 or fp32 matrix [rows, k]. Raises WeightError where it is not finite."""
     import torch
 
     expect = torch.bfloat16 if tiles.dtype is DType.BF16 else torch.float32
     if matrix.shape != (tiles.rows, tiles.k) or matrix.dtype is not expect:
         raise WeightError(f"found {matrix.dtype} {tuple(matrix.shape)}, expected {expect} {(tiles.rows, tiles.k)}")
+    if not bool(matrix.isfinite().all()):
+        raise WeightError("has NaN or infinity")
     e = 4 // matrix.element_size()  # elements of a 32-bit word
     x = tiles.split(matrix, 8 // e, 2, e)  # ..., h, g, t, j, p, e
     return x.permute(0, 1, 2, 3, 4, 8, 6, 7, 9, 5, 10).contiguous().view(torch.uint8).flatten()

@@ -11,7 +11,7 @@ from megagen.errors import HangError, Loc
 from megagen.ir.plan import Plan, Source, StepPlan
 
 RECORD_BYTES = 64
-_RECORD = struct.Struct("<11I 20x")
+_RECORD = struct.Struct("<5I 4x 5I 20x")
 
 
 class State(IntEnum):
@@ -24,8 +24,8 @@ class State(IntEnum):
 class HangRecord:
     """One warp's wait. ``step`` is StepPlan.index, ``edge`` the index of a channel or barrier of the Plan.
 
-    ``phase`` is the phase, count or (lamport) launch waited for; ``slot`` the stage or (lamport) the element;
-    ``observed`` what was read last, if the wait noted it; ``epoch`` counts launches.
+    ``phase`` is the parity or count waited for, or (lamport) the copy; ``slot`` the stage or (lamport) the first element
+    of what a lane was reading; ``epoch`` counts launches.
     """
 
     state: State
@@ -33,7 +33,6 @@ class HangRecord:
     edge: int
     slot: int
     phase: int
-    observed: int
     sm: int
     block: int
     warp: int
@@ -48,24 +47,26 @@ def decode(data: bytes) -> list[HangRecord]:
 
 
 def error(plan: Plan, abort: int, records: Sequence[HangRecord], *, timeout_ms: int) -> HangError:
-    """The exception for a launch whose abort word is ``abort`` (1 + block * warps + warp of the first to give up).
+    """The exception for a launch whose abort word is ``abort``: 1 + (rank * blocks + block) * warps + warp of a warp
+    that gave up.
 
-    Its message describes that warp's wait, its notes count the other waiting warps by what they waited for.
+    The first wait to run out is the one that began first, often far behind the fault: the message describes the wait
+    for the edge that comes first in the Plan, its notes count the other waiting warps by what they waited for.
     """
-    block, warp = divmod(abort - 1, plan.launch.warps)
-    first = next((r for r in records if (r.block, r.warp) == (block, warp)), None)
-    if first is None:
-        where = f"block {block}, warp {warp}"
-        return HangError(f"a wait expired in {where} after {timeout_ms} ms; it left no record", record=None)
     names = _Names(plan)
+    if not records:
+        place, warp = divmod(abort - 1, plan.launch.warps)
+        rank, block = divmod(place, plan.launch.blocks)
+        where = f"rank {rank}, block {block}, warp {warp}"
+        return HangError(f"a wait expired in {where} after {timeout_ms} ms; it left no record here", record=None)
+    first = min(records, key=lambda r: (names.order(r.edge), r.block, r.warp))
     groups: dict[tuple[str, str], list[int]] = {}  # (step, edge) -> a block for each other waiting warp
     for r in records:
         if r is not first:
             groups.setdefault((names.step(r.step), names.edge(r.edge)), []).append(r.block)
-    observed = f" (observed {first.observed:#x})" if first.observed else ""
     message = (
         f"a wait expired after {timeout_ms} ms: {names.step(first.step)} waited for {names.edge(first.edge)}, "
-        f"slot {first.slot}, phase {first.phase}{observed}, in block {first.block}, "
+        f"slot {first.slot}, phase {first.phase}, in block {first.block}, "
         f"SM {first.sm}, warp {first.warp}, rank {first.rank}, launch {first.epoch}"
     )
     if groups:
@@ -85,6 +86,8 @@ class _Names:
         self._steps: dict[int, StepPlan] = {
             s.index: s for k in plan.kernels for program in k.programs for s in program.steps
         }
+        # Data comes before the barriers that stall because it is missing.
+        self._order = {e.index: i for i, e in enumerate([*plan.channels, *plan.barriers])}
         self._edges = {c.index: (f"channel '{c.name}' ({c.kind})", c.source) for c in plan.channels}
         self._edges |= {b.index: (f"barrier '{b.name}'", Source()) for b in plan.barriers}
 
@@ -96,6 +99,10 @@ class _Names:
 
     def edge(self, index: int) -> str:
         return self._edges[index][0] if index in self._edges else f"edge {index} (not in this plan)"
+
+    def order(self, index: int) -> int:
+        """Where an edge stands in the flow of data; unknown ones last."""
+        return self._order.get(index, len(self._order))
 
     def loc(self, record: HangRecord) -> Loc | None:
         """The schedule's line of the step, else of the edge."""

@@ -140,6 +140,9 @@ class Session:
                 notes=tuple((p, None) for p in problems),
                 hint="parameters: " + ", ".join(self._expected),
             )
+        # A launch may read its weights before the stream's previous work is done (PDL): what is being uploaded is not.
+        if self.device.type == "cuda":
+            self._torch.cuda.current_stream(self.device).synchronize()
         data = params.pack(self.plan, self._system, {name: t.data_ptr() for name, t in given.items()})
         return Layer(tensors=given, block=driver.ParameterBlock(data))
 
@@ -172,9 +175,9 @@ class Session:
         self._control[:1].fill_(tokens)
 
     def set_route_override(self, table: torch.Tensor | None) -> None:
-        """Expert ids that replace the router's in the launches that follow; int32 [tokens, top_k], -1 or None keeps.
+        """Expert ids that replace the router's in the launches that follow; int32 [tokens, top_k], distinct in a row.
 
-        For benches and tests. Takes a host tensor, whose ids are checked, or a device tensor, whose are not (that
+        A row of -1 keeps the router's choice, None all of them. For benches and tests. Takes a host tensor, whose ids are checked, or a device tensor, whose are not (that
         would stall the stream): the caller vouches for them.
         """
         if table is None:
@@ -188,10 +191,21 @@ class Session:
                 f"a route override of {table.dtype} {list(table.shape)}",
                 hint=f"it must be torch.int32 [1 to {self.plan.tokens}, {self.top_k}]",
             )
-        if table.device.type == "cpu" and not bool(((table >= -1) & (table < self.experts)).all()):
-            raise DeviceError(f"a route override names an expert outside -1 to {self.experts - 1}")
+        if table.device.type == "cpu":
+            self._refuse_routes(table)
         self._routes[rows:].fill_(-1)
         self._routes[:rows].copy_(table, non_blocking=True)
+
+    def _refuse_routes(self, table: torch.Tensor) -> None:
+        """An expert twice in a row would leave one of its slots without a producer: a hang."""
+        if not bool(((table >= -1) & (table < self.experts)).all()):
+            raise DeviceError(f"a route override names an expert outside -1 to {self.experts - 1}")
+        whole = (table >= 0).all(1)
+        if bool(((table >= 0).any(1) & ~whole).any()):
+            raise DeviceError("a route override forces some of a token's experts", hint="force all of them, or none (-1)")
+        ordered = table[whole].sort(1).values
+        if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
+            raise DeviceError("a route override names an expert twice for one token")
 
     def poison(self) -> None:
         """Fill the session's outputs with NaN, so that what a launch leaves out shows."""

@@ -10,6 +10,10 @@
 
 namespace megagen {
 
+// Launches are counted modulo a multiple of two and three, so that no copy of a channel is used twice in a row when the
+// count starts again.
+constexpr u32 kLastEpoch = 0xfffffffbu;
+
 template <class K>
 struct Context {
   using Kernel = K;
@@ -18,7 +22,6 @@ struct Context {
 
   const typename K::Params& p;
   u32 shared;
-  u8* heap;
   u32 block = blockIdx.x;
   u32 warp = threadIdx.x / 32;
   u32 lane = threadIdx.x % 32;
@@ -32,7 +35,7 @@ struct Context {
   u32 ring_loads = 0;
 
   __device__ __forceinline__ Context(const typename K::Params& params, const void* shared_base)
-      : p(params), shared(ptx::shared_address(shared_base)), heap(params.sys.heap[params.sys.rank]) {}
+      : p(params), shared(ptx::shared_address(shared_base)) {}
 
   // Barriers are ready in the whole cluster when this returns.
   __device__ __forceinline__ void begin() {
@@ -42,7 +45,7 @@ struct Context {
     }
     __syncthreads();
     if constexpr (K::kCluster > 1) {
-      ptx::cluster_arrive();
+      ptx::cluster_arrive_relaxed();
       ptx::cluster_wait();
     }
   }
@@ -50,31 +53,35 @@ struct Context {
   // What this launch works on. Every warp, before it reads anything that an earlier launch wrote.
   __device__ __forceinline__ void attach() {
     if constexpr (K::kPdl) ptx::griddepcontrol_wait();
-    tokens = ptx::ld_relaxed_sys(p.sys.control);
+    const u32 wanted = ptx::ld_relaxed_sys(p.sys.control);
+    tokens = wanted < K::kTokens ? wanted : K::kTokens;
     const u32 launches = epoch();
     odd = launches % 2;
     third = launches % 3;
-    dead = ptx::ld_relaxed_sys(heap + K::kAbortOffset) != 0;
+    dead = dead || ptx::ld_relaxed_sys(heap() + K::kAbortOffset) != 0;
   }
 
+  // This rank's exchange memory.
+  __device__ __forceinline__ u8* heap() const { return p.sys.heap[p.sys.rank]; }
+
   // Completed launches, as this block counts them.
-  __device__ __forceinline__ u32 epoch() const { return ptx::ld_relaxed_gpu(heap + K::kEpochOffset + 4 * block); }
+  __device__ __forceinline__ u32 epoch() const { return ptx::ld_relaxed_gpu(heap() + K::kEpochOffset + 4 * block); }
 
   __device__ __forceinline__ void trigger() {
     if constexpr (K::kPdl) ptx::griddepcontrol_launch_dependents();
   }
 
-  __device__ __forceinline__ void drain() {
-    if (dead) Ring::drain(*this);
-  }
+  // The producer's last step: a block may not leave before its own copies have landed, and when the launch is given up
+  // those that consume them do not say so.
+  __device__ __forceinline__ void drain() { Ring::drain(*this); }
 
   // All warps meet: no one still reads the epoch, and no block leaves while its cluster may write to it.
   __device__ __forceinline__ void end(bool advance_epoch) {
     debug::report(*this);
     __syncthreads();
-    if (advance_epoch && threadIdx.x == 0) ptx::st_global_u32(heap + K::kEpochOffset + 4 * block, epoch() + 1);
+    if (advance_epoch && threadIdx.x == 0) ptx::red_inc_relaxed_gpu(heap() + K::kEpochOffset + 4 * block, kLastEpoch);
     if constexpr (K::kCluster > 1) {
-      ptx::cluster_arrive();
+      ptx::cluster_arrive_relaxed();
       ptx::cluster_wait();
     }
   }

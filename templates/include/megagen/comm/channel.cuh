@@ -115,7 +115,7 @@ struct Channel {
     if constexpr (D::kFault) {
       if (row == 0 && e < 16) return;
     }
-    v = nonempty_v(v, D::kEmpty, D::kElementBytes);
+    if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
     if constexpr (D::kKind == Sync::kCluster) {
       ClusterMap<D>::send(ctx, row, e, v);
     } else if constexpr (D::kWorld) {
@@ -127,7 +127,7 @@ struct Channel {
       const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
       ptx::st_relaxed_sys(copy(ctx, sys.heap[peer]) + element * D::kElementBytes, v);
     } else {
-      ptx::st_relaxed_gpu(copy(ctx, ctx.heap) + (row * D::kRowStride + e) * D::kElementBytes, v);
+      ptx::st_relaxed_gpu(copy(ctx, ctx.heap()) + (row * D::kRowStride + e) * D::kElementBytes, v);
     }
   }
 
@@ -143,7 +143,7 @@ struct Channel {
   MEGAGEN_DEVICE void publish(const Ctx& ctx) {
     if constexpr (D::kKind == Sync::kCounter) {
       __syncwarp();
-      if (ctx.lane == 0) ptx::red_add_release_gpu(counter(ctx, ctx.heap), 1);
+      if (ctx.lane == 0) ptx::red_add_release_gpu(counter(ctx, ctx.heap()), 1);
     } else if constexpr (D::kKind == Sync::kFlag) {
       __syncwarp();
       if (ctx.lane == 0) {
@@ -153,7 +153,7 @@ struct Channel {
 #pragma unroll 1
           for (u32 peer = 0; peer < sys.live; ++peer) ptx::red_add_relaxed_sys(counter(ctx, sys.heap[peer]), sys.world / sys.live);
         } else {
-          ptx::red_add_relaxed_sys(counter(ctx, ctx.heap), 1);
+          ptx::red_add_relaxed_sys(counter(ctx, ctx.heap()), 1);
         }
       }
     }
@@ -167,10 +167,9 @@ struct Channel {
       if constexpr (D::kArrivalsPer == Per::kToken) expected *= ctx.tokens;
       if constexpr (D::kArrivalsPer == Per::kExpert) expected *= ctx.table_used();
       if constexpr (D::kWorld) expected *= ctx.p.sys.world;
-      const u8* word = counter(ctx, ctx.heap);
+      const u8* word = counter(ctx, ctx.heap());
       return wait_until(ctx, D::kIndex, 0, expected, [&] {
-        const u32 seen = D::kKind == Sync::kFlag ? ptx::ld_acquire_sys(word) : ptx::ld_acquire_gpu(word);
-        return seen >= expected;
+        return (D::kKind == Sync::kFlag ? ptx::ld_acquire_sys(word) : ptx::ld_acquire_gpu(word)) >= expected;
       });
     } else if constexpr (D::kKind == Sync::kCluster) {
       return ClusterMap<D>::wait(ctx);
@@ -200,7 +199,7 @@ struct Channel {
       }
       return true;
     } else {
-      const u8* base = copy(ctx, ctx.heap);
+      const u8* base = copy(ctx, ctx.heap());
       if constexpr (!kLamport) {
         if (ctx.dead) return false;
         if (valid) {
@@ -209,25 +208,24 @@ struct Channel {
         }
         return true;
       }
-      // Once something is found missing, poll that one vector until it is there: polling everything would take
-      // L2 bandwidth from the weight streams.
-      bool probing = false;
+      // Once something is found missing, poll that one vector until it is there, and read nothing again that has come:
+      // polls take L2 bandwidth from the weight streams.
+      bool done = !valid, probing = false;
       u32 missing = 0;
-      return wait_until(ctx, D::kIndex, valid ? index(0) : 0, which(ctx, 0), [&] {
-        if (!valid) return true;
+      return wait_until(ctx, D::kIndex, index(0), which(ctx, 0), [&] {
+        if (done) return true;
         if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
-        bool full = true;
+        probing = done = true;
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) v[i] = load(base + index(i) * D::kElementBytes);
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
           if (has_empty(v[i])) {
-            full = false;
+            done = false;
             missing = i;
           }
         }
-        probing = true;
-        return full;
+        return done;
       });
     }
   }
@@ -237,7 +235,7 @@ struct Channel {
   MEGAGEN_DEVICE void release(const Ctx& ctx, bool valid, Index index) {
     if constexpr (kLamport && D::kReaderResets) {
       if (valid && !ctx.dead) {
-        u8* base = copy(ctx, ctx.heap);
+        u8* base = copy(ctx, ctx.heap());
 #pragma unroll
         for (u32 i = 0; i < kN; ++i)
           ptx::st_relaxed_gpu(base + index(i) * D::kElementBytes, uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
@@ -252,13 +250,13 @@ struct Channel {
     constexpr u32 kAhead = D::kCopies - 1;
     if constexpr (kLamport && !D::kReaderResets) {
       const Range r = share_of(D::kBytes / 16, ctx.block, Ctx::Kernel::kBlocks);
-      u8* base = copy(ctx, ctx.heap, kAhead);
+      u8* base = copy(ctx, ctx.heap(), kAhead);
 #pragma unroll 1
       for (u32 i = r.first + ctx.lane; i < r.last; i += 32)
         ptx::st_global_v4(base + 16 * i, uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
     }
     if constexpr (D::kKind == Sync::kCounter || D::kKind == Sync::kFlag) {
-      if (ctx.block == 0 && ctx.lane == 0) ptx::st_global_u32(counter(ctx, ctx.heap, kAhead), 0);
+      if (ctx.block == 0 && ctx.lane == 0) ptx::st_global_u32(counter(ctx, ctx.heap(), kAhead), 0);
     }
   }
 };

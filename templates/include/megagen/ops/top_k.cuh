@@ -113,9 +113,10 @@ struct TopK {
           if (chosen == ctx.lane * kPer + i) keys[i] = 0;
         }
       }
-      if (ctx.p.sys.route_override != nullptr && ctx.lane < Op::kTopK) {
-        const int forced = static_cast<int>(ptx::ld_relaxed_gpu(ctx.p.sys.route_override + token * Op::kTopK + ctx.lane));
-        if (forced >= 0 && forced < static_cast<int>(Op::kExperts)) id = forced;
+      if (ctx.p.sys.route_override != nullptr) {  // a row forces all of a token's experts or none
+        const u32 slot = ctx.lane % Op::kTopK;
+        const u32 forced = ptx::ld_relaxed_gpu(ctx.p.sys.route_override + token * Op::kTopK + slot);
+        if (__all_sync(kFullMask, forced < Op::kExperts) && ctx.lane < Op::kTopK) id = forced;
       }
       float mine_p = 0, sum = 0;
 #pragma unroll

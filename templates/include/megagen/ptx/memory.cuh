@@ -98,6 +98,11 @@ MEGAGEN_DEVICE void red_add_relaxed_sys(void* p, u32 v) {
   asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// Adds one; from `last` it goes back to zero.
+MEGAGEN_DEVICE void red_inc_relaxed_gpu(void* p, u32 last) {
+  asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
+}
+
 MEGAGEN_DEVICE u32 atom_cas_relaxed_sys(void* p, u32 expected, u32 desired) {
   u32 old;
   asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;" : "=r"(old) : "l"(p), "r"(expected), "r"(desired) : "memory");

@@ -63,7 +63,7 @@ struct Ring {
     ctx.ring.advance();
   }
 
-  // Producer warp, when the launch is given up: a block may not leave before its own copies have landed.
+  // Producer warp: waits until every copy that it issued has landed.
   template <class Ctx>
   MEGAGEN_DEVICE void drain(Ctx& ctx) {
     const u32 n = ctx.ring_loads < R::kStages ? ctx.ring_loads : R::kStages;

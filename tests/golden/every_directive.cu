@@ -1,0 +1,449 @@
+// every: muse_spark.expert_block.nn, tp 8, up to 16 tokens, for h200 (120 blocks
+// of 12 warps, clusters of 2). Written by megagen; edit the schedule instead.
+#include <megagen/ops/combine.cuh>
+#include <megagen/ops/dense_gemm.cuh>
+#include <megagen/ops/expert_gemm.cuh>
+#include <megagen/ops/residual.cuh>
+#include <megagen/ops/rms_norm.cuh>
+#include <megagen/ops/top_k.cuh>
+#include <megagen/kernel.cuh>
+
+namespace {
+
+using namespace megagen;
+
+struct Params {
+  System sys;
+  const u8* stream;
+  u8* stream_out;
+  const u8* pre_ffn_gain;
+  const u8* router_weight;
+  const u8* pooler_weight;
+  const u8* router_bias;
+  const u8* pre_expert_gain;
+  const u8* gate_up_weight;
+  const u8* gate_up_weight_scale;
+  const u8* down_weight;
+  const u8* down_weight_scale;
+  const u8* post_expert_gain;
+  const u8* unpooler_weight;
+  const u8* post_ffn_gain;
+  const u8* residual_gate;
+};
+
+namespace barrier {
+struct RingFull {
+  static constexpr u32 kOffset = 185600, kSlots = 4, kCount = 1, kIndex = 0;
+};
+struct RingEmpty {
+  static constexpr u32 kOffset = 185632, kSlots = 4, kCount = 8, kIndex = 1;
+};
+struct AccumFull {
+  static constexpr u32 kOffset = 185664, kSlots = 3, kCount = 8, kIndex = 2;
+};
+struct AccumEmpty {
+  static constexpr u32 kOffset = 185688, kSlots = 3, kCount = 1, kIndex = 3;
+};
+struct TableReady {
+  static constexpr u32 kOffset = 185712, kSlots = 1, kCount = 1, kIndex = 4;
+};
+struct GroupPreFfnNorm {
+  static constexpr u32 kOffset = 185720, kSlots = 1, kCount = 8, kIndex = 5;
+};
+struct GroupPreExpertNorm {
+  static constexpr u32 kOffset = 185728, kSlots = 1, kCount = 8, kIndex = 6;
+};
+struct GroupCombine {
+  static constexpr u32 kOffset = 185736, kSlots = 1, kCount = 8, kIndex = 7;
+};
+struct GroupResidual {
+  static constexpr u32 kOffset = 185744, kSlots = 1, kCount = 8, kIndex = 8;
+};
+struct PointDown {
+  static constexpr u32 kOffset = 185752, kSlots = 1, kCount = 9, kIndex = 9;
+};
+struct DonePooledPartials {
+  static constexpr u32 kOffset = 185760, kSlots = 1, kCount = 1, kIndex = 10;
+};
+}  // namespace barrier
+
+namespace channel {
+struct Normed {  // counter, every_directive.py:34
+  static constexpr Sync kKind = Sync::kCounter;
+  static constexpr u32 kOffset = 92928, kBytes = 262144, kCopies = 2, kEmpty = 0x00000000u;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
+  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 11;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct Logits {  // lamport, every_directive.py:35
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 617472, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 12;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
+};
+struct Routes {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 879616, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 13;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct PooledPartials {  // cluster, every_directive.py:37
+  static constexpr Sync kKind = Sync::kCluster;
+  static constexpr u32 kOffset = 0, kBytes = 0, kCopies = 1, kEmpty = 0x00000000u;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  using Done = barrier::DonePooledPartials;
+  static constexpr u32 kSharedOffset = 177408, kChunks = 8, kRowBlocks = 32;
+};
+struct Pooled {  // flag, every_directive.py:38
+  static constexpr Sync kKind = Sync::kFlag;
+  static constexpr u32 kOffset = 881664, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 1274880, kArrivals = 32, kIndex = 16;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+};
+struct ExpertIn {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 1275136, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 17;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct ExpertMid {  // lamport, every_directive.py:39
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 1537280, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 18;
+  static constexpr Per kArrivalsPer = Per::kExpert;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+};
+struct ExpertOut {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 4683008, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
+  static constexpr Per kArrivalsPer = Per::kExpert;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = true;
+};
+struct Combined {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 7828736, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct UnpooledPartials {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 8090880, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 21;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct Unpooled {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 8615168, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+};
+}  // namespace channel
+
+namespace tensor {
+struct Stream {
+  static constexpr u32 kElementBytes = 4, kRowStride = 8192;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.stream; }
+};
+struct StreamOut {
+  static constexpr u32 kElementBytes = 4, kRowStride = 8192;
+  static __device__ __forceinline__ u8* pointer(const Params& p) { return p.stream_out; }
+};
+}  // namespace tensor
+
+struct RingPolicy {
+  using Full = barrier::RingFull;
+  using Empty = barrier::RingEmpty;
+  static constexpr u32 kStages = 4, kStageBytes = 36864, kOffset = 0;
+};
+
+struct AccumPolicy {
+  using Full = barrier::AccumFull;
+  using Empty = barrier::AccumEmpty;
+  static constexpr u32 kSlots = 3, kSlotBytes = 8192, kOffset = 147456;
+};
+
+struct TablePolicy {
+  using Ready = barrier::TableReady;
+  static constexpr u32 kOffset = 172032;
+};
+
+struct KernelPolicy {
+  using Params = ::Params;
+  using Ring = RingPolicy;
+  using Accum = AccumPolicy;
+  using Table = TablePolicy;
+  static constexpr u32 kWarps = 12, kBlocks = 120, kCluster = 2, kTokens = 16;
+  static constexpr u32 kAbortOffset = 512, kRecordOffset = 768, kEpochOffset = 0;
+  static constexpr bool kPdl = true;
+#ifdef MEGAGEN_UNBOUNDED_WAITS
+  static constexpr bool kBoundedWaits = false;
+#else
+  static constexpr bool kBoundedWaits = true;
+#endif
+
+  template <class Ctx>
+  static __device__ __forceinline__ void init_barriers(const Ctx& ctx) {
+    Barrier<barrier::RingFull>::init(ctx);
+    Barrier<barrier::RingEmpty>::init(ctx);
+    Barrier<barrier::AccumFull>::init(ctx);
+    Barrier<barrier::AccumEmpty>::init(ctx);
+    Barrier<barrier::TableReady>::init(ctx);
+    Barrier<barrier::GroupPreFfnNorm>::init(ctx);
+    Barrier<barrier::GroupPreExpertNorm>::init(ctx);
+    Barrier<barrier::GroupCombine>::init(ctx);
+    Barrier<barrier::GroupResidual>::init(ctx);
+    Barrier<barrier::PointDown>::init(ctx);
+    Barrier<barrier::DonePooledPartials>::init(ctx);
+  }
+};
+
+using Ctx = Context<KernelPolicy>;
+
+namespace policy {
+struct PreFfnNorm {  // every_directive.py:25
+  using In = Input<tensor::Stream>;
+  using Out = Channel<channel::Normed>;
+  static constexpr u32 kWidth = 8192;
+  static constexpr float kEps = 1e-05f;
+  static constexpr u32 kScratch = 176144;
+  using Group = barrier::GroupPreFfnNorm;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
+};
+struct Router {  // every_directive.py:18
+  using In = Channel<channel::Normed>;
+  using Partials = Channel<channel::Logits>;
+  static constexpr u32 kRows = 256;
+  static constexpr u32 kWorldRows = 256;
+  static constexpr u32 kK = 8192;
+  static constexpr u32 kUnitK = 512;
+  static constexpr u32 kFormat = 1;
+  static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
+};
+struct Pooler {  // every_directive.py:18
+  using In = Channel<channel::Normed>;
+  using Partials = Channel<channel::PooledPartials>;
+  using Out = Channel<channel::Pooled>;
+  static constexpr u32 kRows = 512;
+  static constexpr u32 kWorldRows = 4096;
+  static constexpr u32 kK = 8192;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 2, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
+};
+struct TopK {  // every_directive.py:24
+  using Logits = Channel<channel::Logits>;
+  using Routes = Channel<channel::Routes>;
+  using Table = TableChannel<TablePolicy>;
+  static constexpr u32 kExperts = 256;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kChunks = 16;
+  static constexpr float kMultiplier = 0.1767766952966369f;
+  static constexpr float kSumEps = 1e-15f;
+  static constexpr float kScale = 1.0f;
+  static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
+};
+struct PreExpertNorm {  // every_directive.py:25
+  using In = Channel<channel::Pooled>;
+  using Out = Channel<channel::ExpertIn>;
+  static constexpr u32 kWidth = 4096;
+  static constexpr float kEps = 1e-05f;
+  static constexpr u32 kScratch = 176208;
+  using Group = barrier::GroupPreExpertNorm;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
+};
+struct GateUp {  // every_directive.py:18
+  using In = Channel<channel::ExpertIn>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::ExpertMid>;
+  static constexpr u32 kRows = 1024;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kColumns = 4096;
+  static constexpr u32 kStageRows = 16;
+  static constexpr u32 kStageK = 4096;
+  static constexpr u32 kFormat = 2;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kSwiglu = 1;
+  static constexpr u32 kPerSlot = 0;
+  static constexpr u32 kReduce = 0;
+  static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
+  static constexpr u32 kOutbox = 176272;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
+  static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
+};
+struct Down {  // every_directive.py:18
+  using In = Channel<channel::ExpertMid>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::ExpertOut>;
+  static constexpr u32 kRows = 512;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kColumns = 4096;
+  static constexpr u32 kStageRows = 16;
+  static constexpr u32 kStageK = 4096;
+  static constexpr u32 kFormat = 2;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kSwiglu = 0;
+  static constexpr u32 kPerSlot = 1;
+  static constexpr u32 kReduce = 0;
+  static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
+  static constexpr u32 kOutbox = 176528;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
+  static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
+};
+struct Combine {  // every_directive.py:25
+  using In = Channel<channel::ExpertOut>;
+  using Routes = Channel<channel::Routes>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::Combined>;
+  static constexpr u32 kWidth = 4096;
+  static constexpr u32 kTopK = 8;
+  static constexpr float kEps = 1e-08f;
+  static constexpr u32 kParts = 1;
+  static constexpr u32 kScratch = 176784;
+  using Group = barrier::GroupCombine;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
+};
+struct Unpooler {  // every_directive.py:18
+  using In = Channel<channel::Combined>;
+  using Partials = Channel<channel::UnpooledPartials>;
+  using Out = Channel<channel::Unpooled>;
+  static constexpr u32 kRows = 1024;
+  static constexpr u32 kWorldRows = 8192;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
+};
+struct Residual {  // every_directive.py:25
+  using Stream = Input<tensor::Stream>;
+  using Out = Output<tensor::StreamOut>;
+  using In = Channel<channel::Unpooled>;
+  static constexpr u32 kWidth = 8192;
+  static constexpr float kEps = 1e-08f;
+  static constexpr u32 kScratch = 177296;
+  using Group = barrier::GroupResidual;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
+  static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
+};
+}  // namespace policy
+
+}  // namespace
+extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    ptx::setmaxnreg_dec<104>();
+    if (ctx.warp == 0) {  // warp 0
+      ctx.step = 0;
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:18
+      ctx.step = 1;
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:18
+      ctx.attach();
+      ctx.step = 3;
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:18
+      ctx.step = 4;
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:18
+      ctx.step = 5;
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx);  // every_directive.py:18
+      ctx.step = 6;
+      Event<barrier::PointDown>::wait(ctx);  // every_directive.py:31
+      ctx.step = 7;
+      ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:18
+      ctx.drain();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+      ctx.trigger();  // every_directive.py:41
+      ctx.step = 11;
+      ops::TopK<policy::TopK>::select(ctx);  // every_directive.py:24
+      ctx.step = 12;
+      ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:24
+      ctx.step = 13;
+      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:31
+      Channel<channel::Normed>::reset(ctx);  // every_directive.py:26
+      Channel<channel::Routes>::reset(ctx);  // every_directive.py:26
+      Channel<channel::Pooled>::reset(ctx);  // every_directive.py:26
+      Channel<channel::ExpertIn>::reset(ctx);  // every_directive.py:26
+      Channel<channel::ExpertMid>::reset(ctx);  // every_directive.py:26
+      Channel<channel::ExpertOut>::reset(ctx);  // every_directive.py:26
+      Channel<channel::Combined>::reset(ctx);  // every_directive.py:26
+      Channel<channel::UnpooledPartials>::reset(ctx);  // every_directive.py:26
+      Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:26
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.attach();
+      ctx.step = 16;
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:19
+      ctx.step = 17;
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:19
+      ctx.step = 18;
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:19
+      ctx.step = 19;
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:19
+      ctx.step = 20;
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:31
+      ctx.step = 21;
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:19
+    }
+    else if (ctx.warp == 3) {  // warp 3
+      ctx.attach();
+      ctx.step = 23;
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:20
+      ctx.step = 24;
+      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:32
+      ctx.step = 25;
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:20
+    }
+  }
+  else {
+    ptx::setmaxnreg_inc<200>();
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 27;
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:25
+      ctx.step = 28;
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:19
+      ctx.step = 29;
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:19
+      ctx.step = 30;
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:25
+      ctx.step = 31;
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:19
+      ctx.step = 32;
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:19
+      ctx.step = 33;
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:31
+      ctx.step = 34;
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // every_directive.py:25
+      ctx.step = 35;
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:19
+      ctx.step = 36;
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:25
+    }
+  }
+  ctx.end(true);
+}

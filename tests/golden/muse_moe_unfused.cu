@@ -1,0 +1,642 @@
+// muse_moe: muse_spark.expert_block.nn, tp 8, up to 16 tokens, for h200 (132 blocks
+// of 12 warps, clusters of 1). Written by megagen; edit the schedule instead.
+#include <megagen/ops/combine.cuh>
+#include <megagen/ops/dense_gemm.cuh>
+#include <megagen/ops/expert_gemm.cuh>
+#include <megagen/ops/residual.cuh>
+#include <megagen/ops/rms_norm.cuh>
+#include <megagen/ops/top_k.cuh>
+#include <megagen/kernel.cuh>
+
+namespace {
+
+using namespace megagen;
+
+struct Params {
+  System sys;
+  const u8* stream;
+  u8* stream_out;
+  const u8* pre_ffn_gain;
+  const u8* router_weight;
+  const u8* pooler_weight;
+  const u8* router_bias;
+  const u8* pre_expert_gain;
+  const u8* gate_up_weight;
+  const u8* gate_up_weight_scale;
+  const u8* down_weight;
+  const u8* down_weight_scale;
+  const u8* post_expert_gain;
+  const u8* unpooler_weight;
+  const u8* post_ffn_gain;
+  const u8* residual_gate;
+};
+
+namespace barrier {
+struct RingFull {
+  static constexpr u32 kOffset = 169168, kSlots = 4, kCount = 1, kIndex = 0;
+};
+struct RingEmpty {
+  static constexpr u32 kOffset = 169200, kSlots = 4, kCount = 8, kIndex = 1;
+};
+struct AccumFull {
+  static constexpr u32 kOffset = 169232, kSlots = 2, kCount = 8, kIndex = 2;
+};
+struct AccumEmpty {
+  static constexpr u32 kOffset = 169248, kSlots = 2, kCount = 1, kIndex = 3;
+};
+struct TableReady {
+  static constexpr u32 kOffset = 169264, kSlots = 1, kCount = 1, kIndex = 4;
+};
+struct GroupPreFfnNorm {
+  static constexpr u32 kOffset = 169272, kSlots = 1, kCount = 8, kIndex = 5;
+};
+struct GroupPreExpertNorm {
+  static constexpr u32 kOffset = 169280, kSlots = 1, kCount = 8, kIndex = 6;
+};
+struct GroupCombine {
+  static constexpr u32 kOffset = 169288, kSlots = 1, kCount = 8, kIndex = 7;
+};
+struct GroupResidual {
+  static constexpr u32 kOffset = 169296, kSlots = 1, kCount = 8, kIndex = 8;
+};
+}  // namespace barrier
+
+namespace channel {
+struct Normed {  // lamport, muse_moe.py:58
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 102400, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 9;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct Logits {  // lamport, muse_moe.py:59
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 626688, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 10;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct Routes {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 1150976, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 11;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct PooledPartials {  // lamport, muse_moe.py:60
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 1153024, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 13;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
+};
+struct Pooled {  // lamport, muse_moe.py:61
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 14;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+};
+struct ExpertIn {  // lamport, muse_moe.py:62
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 1808384, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 15;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct ExpertMid {  // lamport, muse_moe.py:63
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 2070528, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 16;
+  static constexpr Per kArrivalsPer = Per::kExpert;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+};
+struct ExpertOut {  // lamport, muse_moe.py:64
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 5216256, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 17;
+  static constexpr Per kArrivalsPer = Per::kExpert;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+};
+struct Combined {  // lamport, muse_moe.py:65
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 8361984, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 18;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+};
+struct UnpooledPartials {  // lamport, muse_moe.py:66
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 8624128, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
+};
+struct Unpooled {  // lamport, muse_moe.py:67
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 8886272, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+};
+}  // namespace channel
+
+namespace tensor {
+struct Stream {
+  static constexpr u32 kElementBytes = 4, kRowStride = 8192;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.stream; }
+};
+struct StreamOut {
+  static constexpr u32 kElementBytes = 4, kRowStride = 8192;
+  static __device__ __forceinline__ u8* pointer(const Params& p) { return p.stream_out; }
+};
+}  // namespace tensor
+
+struct RingPolicy {
+  using Full = barrier::RingFull;
+  using Empty = barrier::RingEmpty;
+  static constexpr u32 kStages = 4, kStageBytes = 36864, kOffset = 0;
+};
+
+struct AccumPolicy {
+  using Full = barrier::AccumFull;
+  using Empty = barrier::AccumEmpty;
+  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 147456;
+};
+
+struct TablePolicy {
+  using Ready = barrier::TableReady;
+  static constexpr u32 kOffset = 163840;
+};
+
+struct KernelPolicy {
+  using Params = ::Params;
+  using Ring = RingPolicy;
+  using Accum = AccumPolicy;
+  using Table = TablePolicy;
+  static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
+  static constexpr u32 kAbortOffset = 768, kRecordOffset = 1024, kEpochOffset = 0;
+  static constexpr bool kPdl = true;
+#ifdef MEGAGEN_UNBOUNDED_WAITS
+  static constexpr bool kBoundedWaits = false;
+#else
+  static constexpr bool kBoundedWaits = true;
+#endif
+
+  template <class Ctx>
+  static __device__ __forceinline__ void init_barriers(const Ctx& ctx) {
+    Barrier<barrier::RingFull>::init(ctx);
+    Barrier<barrier::RingEmpty>::init(ctx);
+    Barrier<barrier::AccumFull>::init(ctx);
+    Barrier<barrier::AccumEmpty>::init(ctx);
+    Barrier<barrier::TableReady>::init(ctx);
+    Barrier<barrier::GroupPreFfnNorm>::init(ctx);
+    Barrier<barrier::GroupPreExpertNorm>::init(ctx);
+    Barrier<barrier::GroupCombine>::init(ctx);
+    Barrier<barrier::GroupResidual>::init(ctx);
+  }
+};
+
+using Ctx = Context<KernelPolicy>;
+
+namespace policy {
+struct PreFfnNorm {  // muse_moe.py:34
+  using In = Input<tensor::Stream>;
+  using Out = Channel<channel::Normed>;
+  static constexpr u32 kWidth = 8192;
+  static constexpr float kEps = 1e-05f;
+  static constexpr u32 kScratch = 167952;
+  using Group = barrier::GroupPreFfnNorm;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
+};
+struct Router {  // muse_moe.py:31
+  using In = Channel<channel::Normed>;
+  using Partials = Channel<channel::Logits>;
+  static constexpr u32 kRows = 256;
+  static constexpr u32 kWorldRows = 256;
+  static constexpr u32 kK = 8192;
+  static constexpr u32 kUnitK = 512;
+  static constexpr u32 kFormat = 1;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
+};
+struct Pooler {  // muse_moe.py:31
+  using In = Channel<channel::Normed>;
+  using Partials = Channel<channel::PooledPartials>;
+  using Out = Channel<channel::Pooled>;
+  static constexpr u32 kRows = 512;
+  static constexpr u32 kWorldRows = 4096;
+  static constexpr u32 kK = 8192;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
+};
+struct TopK {  // muse_moe.py:33
+  using Logits = Channel<channel::Logits>;
+  using Routes = Channel<channel::Routes>;
+  using Table = TableChannel<TablePolicy>;
+  static constexpr u32 kExperts = 256;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kChunks = 16;
+  static constexpr float kMultiplier = 0.1767766952966369f;
+  static constexpr float kSumEps = 1e-15f;
+  static constexpr float kScale = 1.0f;
+  static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
+};
+struct PreExpertNorm {  // muse_moe.py:34
+  using In = Channel<channel::Pooled>;
+  using Out = Channel<channel::ExpertIn>;
+  static constexpr u32 kWidth = 4096;
+  static constexpr float kEps = 1e-05f;
+  static constexpr u32 kScratch = 168016;
+  using Group = barrier::GroupPreExpertNorm;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
+};
+struct GateUp {  // muse_moe.py:31
+  using In = Channel<channel::ExpertIn>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::ExpertMid>;
+  static constexpr u32 kRows = 1024;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kColumns = 4096;
+  static constexpr u32 kStageRows = 16;
+  static constexpr u32 kStageK = 4096;
+  static constexpr u32 kFormat = 2;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kSwiglu = 1;
+  static constexpr u32 kPerSlot = 0;
+  static constexpr u32 kReduce = 0;
+  static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
+  static constexpr u32 kOutbox = 168080;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
+  static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
+};
+struct Down {  // muse_moe.py:31
+  using In = Channel<channel::ExpertMid>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::ExpertOut>;
+  static constexpr u32 kRows = 512;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kColumns = 4096;
+  static constexpr u32 kStageRows = 16;
+  static constexpr u32 kStageK = 4096;
+  static constexpr u32 kFormat = 2;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kSwiglu = 0;
+  static constexpr u32 kPerSlot = 1;
+  static constexpr u32 kReduce = 0;
+  static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
+  static constexpr u32 kOutbox = 168336;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
+  static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
+};
+struct Combine {  // muse_moe.py:34
+  using In = Channel<channel::ExpertOut>;
+  using Routes = Channel<channel::Routes>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::Combined>;
+  static constexpr u32 kWidth = 4096;
+  static constexpr u32 kTopK = 8;
+  static constexpr float kEps = 1e-08f;
+  static constexpr u32 kParts = 1;
+  static constexpr u32 kScratch = 168592;
+  using Group = barrier::GroupCombine;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
+};
+struct Unpooler {  // muse_moe.py:31
+  using In = Channel<channel::Combined>;
+  using Partials = Channel<channel::UnpooledPartials>;
+  using Out = Channel<channel::Unpooled>;
+  static constexpr u32 kRows = 1024;
+  static constexpr u32 kWorldRows = 8192;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
+};
+struct Residual {  // muse_moe.py:34
+  using Stream = Input<tensor::Stream>;
+  using Out = Output<tensor::StreamOut>;
+  using In = Channel<channel::Unpooled>;
+  static constexpr u32 kWidth = 8192;
+  static constexpr float kEps = 1e-08f;
+  static constexpr u32 kScratch = 169104;
+  using Group = barrier::GroupResidual;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
+  static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
+};
+}  // namespace policy
+
+}  // namespace
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.attach();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+      Channel<channel::Normed>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::Logits>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::Routes>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::Pooled>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::ExpertIn>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::ExpertMid>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::ExpertOut>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::Combined>::reset(ctx);  // muse_moe.py:35
+      Channel<channel::Unpooled>::reset(ctx);  // muse_moe.py:35
+    }
+    else if (ctx.warp >= 2 && ctx.warp <= 3) {  // warps 2 to 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 5;
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:34
+      ctx.trigger();  // muse_moe.py:68
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.step = 7;
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:31
+      ctx.attach();
+      ctx.drain();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.attach();
+      ctx.step = 12;
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_moe.py:31
+      ctx.trigger();  // muse_moe.py:68
+    }
+    else if (ctx.warp == 3) {  // warp 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 16;
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:31
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.step = 17;
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:31
+      ctx.attach();
+      ctx.drain();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.attach();
+      ctx.step = 22;
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_moe.py:31
+    }
+    else if (ctx.warp == 3) {  // warp 3
+      ctx.attach();
+      ctx.step = 24;
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:32
+      ctx.trigger();  // muse_moe.py:68
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 27;
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:31
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.attach();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+      ctx.step = 30;
+      ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:33
+      ctx.step = 31;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:33
+      ctx.trigger();  // muse_moe.py:68
+    }
+    else if (ctx.warp >= 2 && ctx.warp <= 3) {  // warps 2 to 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_expert_norm(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp >= 0 && ctx.warp <= 3) {  // warps 0 to 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 37;
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:34
+      ctx.trigger();  // muse_moe.py:68
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.attach();
+      ctx.step = 40;
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:31
+      ctx.drain();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+      ctx.step = 43;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:33
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.attach();
+      ctx.step = 45;
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_moe.py:31
+      ctx.trigger();  // muse_moe.py:68
+    }
+    else if (ctx.warp == 3) {  // warp 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 49;
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_moe.py:31
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.attach();
+      ctx.step = 51;
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:31
+      ctx.drain();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+      ctx.step = 54;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:33
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.attach();
+      ctx.step = 56;
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_moe.py:31
+      ctx.trigger();  // muse_moe.py:68
+    }
+    else if (ctx.warp == 3) {  // warp 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 60;
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_moe.py:31
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_combine(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.attach();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+      ctx.step = 63;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:33
+    }
+    else if (ctx.warp >= 2 && ctx.warp <= 3) {  // warps 2 to 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 66;
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:34
+      ctx.trigger();  // muse_moe.py:68
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp == 0) {  // warp 0
+      ctx.step = 68;
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:31
+      ctx.attach();
+      ctx.drain();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.attach();
+      ctx.step = 73;
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:31
+    }
+    else if (ctx.warp == 3) {  // warp 3
+      ctx.attach();
+      ctx.step = 75;
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:32
+      ctx.trigger();  // muse_moe.py:68
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 78;
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:31
+    }
+  }
+  ctx.end(false);
+}
+extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_residual(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) u8 shared[];
+  Ctx ctx(p, shared);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    if (ctx.warp >= 0 && ctx.warp <= 3) {  // warps 0 to 3
+      ctx.attach();
+    }
+  }
+  else {
+    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 81;
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:34
+      ctx.trigger();  // muse_moe.py:68
+    }
+  }
+  ctx.end(true);
+}

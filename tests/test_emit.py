@@ -1,0 +1,235 @@
+"""The emitted text, and that the compilers take it.
+
+Golden files in ``tests/golden`` hold the text of the shipped schedule unfused and of one that uses every directive (the
+shipped one's fused text is in ``generated``, which test_cli.py checks). After a wanted change:
+``MEGAGEN_UPDATE_GOLDEN=1 pytest tests/test_emit.py -k golden``, then read the diff.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megagen import emit as emit_room
+from megagen import resources
+from megagen.compile import Artifact, compile_source
+from megagen.dsl import load
+from megagen.emit import camel, emit
+from megagen.ir.plan import Plan
+from megagen.lower import lower
+from megagen.settings import Settings
+
+GOLDEN = Path(__file__).parent / "golden"
+EVERY = GOLDEN / "every_directive.py"
+SHIPPED = Path("muse_moe.py")
+UPDATE = "MEGAGEN_UPDATE_GOLDEN"
+GEMMS = {"router", "pooler", "gate_up", "down", "unpooler"}
+ARCHS = ("sm_90a", "sm_100a", "sm_103a")
+
+
+@cache
+def plan(file: Path = SHIPPED, fused: bool = True) -> Plan:
+    return lower(load(file), fused=fused)
+
+
+TEXTS = {"muse_moe": (SHIPPED, True), "muse_moe_unfused": (SHIPPED, False), "every_directive": (EVERY, True)}
+
+
+@pytest.mark.parametrize("name", [n for n in TEXTS if n != "muse_moe"])
+def test_golden(name: str) -> None:
+    text, file = emit(plan(*TEXTS[name])), GOLDEN / f"{name}.cu"
+    if os.environ.get(UPDATE) == "1":
+        file.write_text(text)
+    diff = list(difflib.unified_diff(file.read_text().splitlines(), text.splitlines(), str(file), "emitted", n=0, lineterm=""))
+    assert not diff, f"{len(diff)} lines of difference; {UPDATE}=1 takes them over\n" + "\n".join(diff[:40])
+
+
+@pytest.fixture(params=TEXTS)
+def each(request: pytest.FixtureRequest) -> tuple[str, Plan, str]:
+    p = plan(*TEXTS[request.param])
+    return request.param, p, emit(p)
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+def test_text_is_clean(each: tuple[str, Plan, str]) -> None:
+    _, p, text = each
+    assert text.isascii() and text.endswith("}\n") and not text.endswith("\n\n")
+    assert not re.search(r"[ \t]$|\t|\n\n\n", text, re.MULTILINE)
+    assert not re.search(r"\$\{|/\*[%#]|[%#]\*/|^\s*//%|None|True|False|Undefined", text, re.MULTILINE)
+    assert text.count("{") == text.count("}") and text.count("(") == text.count(")")
+    assert re.findall(r'extern "C" __global__ void .*? (\w+)\(', text) == [k.name for k in p.kernels]
+
+
+def programs(text: str) -> list[list[str]]:
+    """The lines of each warp program, in order of appearance."""
+    found: list[list[str]] = []
+    for line in text.splitlines():
+        if re.search(r"\{  // warps? \d+", line):
+            found.append([])
+        elif found and re.match(r"      \S", line):
+            found[-1].append(line.strip())
+    return found
+
+
+def test_every_step_ends_in_its_line_of_the_schedule(each: tuple[str, Plan, str]) -> None:
+    _, p, text = each
+    bare = Counter[str]()
+    for program, lines in zip((x for k in p.kernels for x in k.programs), programs(text), strict=True):
+        steps = [line for line in lines if not line.startswith("ctx.step = ")]
+        for step in program.steps:
+            for _ in step.writes if step.call == "reset" else (step,):
+                line = steps.pop(0)
+                if step.source.line:
+                    assert line.endswith(f");  // {Path(step.source.file).name}:{step.source.line}"), line
+                else:
+                    bare[line] += 1
+        assert not steps
+    assert set(bare) <= {"ctx.attach();", "ctx.drain();"}, "services that no line asked for"
+
+
+def test_hang_records_number_the_steps(each: tuple[str, Plan, str]) -> None:
+    """``ctx.step`` is set right before each step that may wait."""
+    _, p, text = each
+    waits = {"signal_point", "wait_point"}
+    want = [s.index for k in p.kernels for x in k.programs for s in x.steps if s.op is not None or s.call in waits]
+    assert [int(n) for n in re.findall(r"ctx\.step = (\d+);\n +(?:ops|Event)", text)] == want
+
+
+def moved(file: Path, old: str, new: str, folder: Path) -> tuple[list[str], list[str]]:
+    """Lines that vanish and appear in the emitted text when ``old`` becomes ``new`` in the schedule; step numbers aside."""
+    source = file.read_text()
+    assert source.count(old) == 1
+    copy = folder / file.name
+    copy.write_text(source.replace(old, new))
+    a, b = ([x for x in emit(lower(load(f))).splitlines() if "ctx.step" not in x] for f in (file, copy))
+    diff = list(difflib.unified_diff(a, b, n=0, lineterm=""))[2:]
+    return [x[1:] for x in diff if x[0] == "-"], [x[1:] for x in diff if x[0] == "+"]
+
+
+def test_moving_a_role_moves_its_call(tmp_path: Path) -> None:
+    gone, come = moved(EVERY, "select=s.warp(1)", "select=s.warp(3)", tmp_path)
+    assert gone == come and len(gone) == 1 and "::TopK<policy::TopK>::select(ctx);" in gone[0].replace("ops", "")
+
+
+def test_a_hint_changes_one_constant(tmp_path: Path) -> None:
+    gone, come = moved(EVERY, "weight, evict_last)", "weight, evict_first)", tmp_path)
+    assert len(gone) == len(come) == 1 and come[0] == gone[0].replace("kHint = 2", "kHint = 1")
+
+
+def test_moving_all_roles_keeps_everything_but_the_order() -> None:
+    a, b = (emit(lower(load(SHIPPED, choices={"roles": r}))) for r in ("usual", "moved"))
+    head = a.index('extern "C"')
+    assert a[:head] == b[:head]
+    calls = [Counter(line for p in programs(x) for line in p if "ctx.step" not in line) for x in (a, b)]
+    assert calls[0] == calls[1] and a != b
+
+
+def test_placement_leaves_the_ops_constants_alone() -> None:
+    def constants(text: str) -> list[str]:
+        part = text[text.index("namespace policy {") : text.index("}  // namespace policy")]
+        lines = [re.sub(r"  // .*", "", line) for line in part.splitlines()]
+        return [x for x in lines if not re.search(r"kHint|kScratch|kOutbox", x)]
+
+    usual = constants(emit(plan()))
+    assert len(usual) > 100
+    for choices in ({"roles": "moved"}, {"sync": "counter"}, {"sync": "cluster", "cluster": "2"}, {"unpooler": "half"}):
+        assert constants(emit(lower(load(SHIPPED, choices=choices)))) == usual
+
+
+# -- pieces --------------------------------------------------------------------------------------------------------
+
+
+def test_floats_are_exact() -> None:
+    p = plan()
+    text = emit(p)
+    for op in p.ops:
+        part = text[text.index(f"struct {camel(op.name)} {{  //") :]
+        part = part[: part.index("};")]
+        found = dict(re.findall(r"static constexpr float (\w+) = (\S+)f;", part))
+        assert {k: float(v) for k, v in found.items()} == {k: v for k, v in op.constants.items() if isinstance(v, float)}
+        whole = {k: int(v) for k, v in re.findall(r"static constexpr u32 (\w+) = (\d+);", part)}
+        assert whole.items() >= {k: v for k, v in op.constants.items() if isinstance(v, int)}.items()
+
+
+@given(st.floats(1e-30, 1e30) | st.integers(0, 2**20).map(float))
+def test_a_float_stays_a_float(value: float) -> None:
+    text = emit_room._number(value)
+    assert re.fullmatch(r"\d+(\.\d+)?(e[+-]?\d+)?f", text) and re.search(r"[.e]", text)
+    assert float(text[:-1]) == value
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("${ plan.name }", "${ plan.nmae }"), ("//% for p in plan.params\n", "//% for p in paln.params\n"), ("| camel", "| camle")]
+)
+def test_a_misspelt_name_in_a_template_is_an_error(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(resources.templates() / "kernel", tmp_path / "kernel")
+    file = tmp_path / "kernel" / "kernel.cu.j2"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    monkeypatch.setattr(resources, "templates", lambda: tmp_path)
+    emit_room._environment.cache_clear()
+    try:
+        with pytest.raises(jinja2.TemplateError):
+            emit(plan())
+    finally:
+        emit_room._environment.cache_clear()
+
+
+def test_cuda_passes_through_the_template_engine() -> None:
+    text = 'asm("{%0, %1};" :: "r"(x)); int v[] = {{1, 2}}; #pragma once\n'
+    assert emit_room._environment().from_string(text).render() == text
+
+
+# -- compilation ---------------------------------------------------------------------------------------------------
+
+COMPILED: dict[str, tuple[Path, bool, dict[str, Any]]] = {
+    "default": (SHIPPED, True, {}),
+    "unfused": (SHIPPED, False, {}),
+    "tp 1": (SHIPPED, True, {"tp": 1}),
+    "tp 2": (SHIPPED, True, {"tp": 2}),
+    "split nk": (SHIPPED, True, {"options": {"split": "nk"}}),
+    "bf16 experts": (SHIPPED, True, {"options": {"experts": "bf16"}}),
+    "8 tokens": (SHIPPED, True, {"tokens": 8}),
+    "counters": (SHIPPED, True, {"choices": {"sync": "counter"}}),
+    "clusters": (SHIPPED, True, {"choices": {"sync": "cluster", "cluster": "2"}}),
+    "every directive": (EVERY, True, {}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    return Settings(cache_dir=tmp_path_factory.mktemp("cubins"))
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_it_compiles(case: str, compiler: Settings) -> None:
+    file, fused, how = COMPILED[case]
+    p = lower(load(file, **how), fused=fused)
+    names = [k.name for k in p.kernels]
+    built: dict[str, Artifact] = compile_source(emit(p), kernels=names, archs=ARCHS, settings=compiler)
+    assert set(built) == set(ARCHS)
+    for arch, artifact in built.items():
+        assert not [w for k in artifact.kernels.values() for w in k.warnings]
+        for kernel in p.kernels:
+            report = artifact.kernels[kernel.name]
+            assert report.mma is not None and report.traps == 0
+            # the router's fp32 weights in two tf32 parts, everything else as bf16
+            kinds = {"TF32" if op == "router" else "BF16" for op in kernel.ops if op in GEMMS}
+            assert {kind.rpartition(".")[2] for kind, n in report.mma.items() if n} == kinds
+            assert report.registers * 32 * p.launch.warps <= 65536
+            if arch == "sm_90a":
+                assert (report.spill_store_bytes, report.spill_load_bytes) == (0, 0), kernel.name

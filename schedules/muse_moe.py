@@ -5,8 +5,18 @@ registers and multiply; warp 2 sums their partial results and sends them; nothin
 """
 
 from megagen.dsl import (
-    ALL_ONES, L2, KiB, Machine, Schedule, by_reader, cluster, counter, evict_first, evict_normal, lamport,
-)  # fmt: skip
+    ALL_ONES,
+    L2,
+    KiB,
+    Machine,
+    Schedule,
+    by_reader,
+    cluster,
+    counter,
+    evict_first,
+    evict_normal,
+    lamport,
+)
 from megagen.models import muse_spark
 
 
@@ -22,7 +32,7 @@ def schedule(
     g = muse_spark.expert_block(tp=tp, tokens=tokens, split=split, experts=experts, config=config)
     s = Schedule("muse_moe", g, machine, warps=12, choices=choices)
 
-    ring = s.ring(stages=s.choice("ring_stages", 4, 3, 5), stage_bytes=36 * KiB)
+    ring = s.ring(stages=s.choice("ring_stages", 3, 4, 5), stage_bytes=36 * KiB)
     swap = s.choice("roles", "usual", "moved") == "moved"
     producer, tables, reducer, finisher = (s.warp(i) for i in ((3, 2, 1, 0) if swap else (0, 1, 2, 3)))
     math = s.warps(4, 12)
@@ -54,7 +64,9 @@ def schedule(
 
     kind = s.choice("sync", "lamport", "counter", "cluster")
     local = counter() if kind == "counter" else lamport(empty=ALL_ONES)
-    partials = cluster() if kind == "cluster" else counter() if kind == "counter" else lamport(ALL_ONES, reset=by_reader)
+    partials = (
+        cluster() if kind == "cluster" else counter() if kind == "counter" else lamport(ALL_ONES, reset=by_reader)
+    )
     s.sync(g.pre_ffn_norm >> g.router, local)
     s.sync(g.router.reduce >> g.top_k.select, local)
     s.sync(g.pooler.reduce >> g.pooler.finish, partials)
@@ -65,5 +77,10 @@ def schedule(
     s.sync(g.combine >> g.unpooler, local)
     s.sync(g.unpooler.reduce >> g.unpooler.finish, partials)
     s.sync(g.unpooler >> g.residual, lamport(empty=ALL_ONES, copies=3))
-    s.launch(cluster=s.choice("cluster", 1, 2), pdl=True, early_trigger=s.choice("early_trigger", False, True), registers=(120, 192))
+    s.launch(
+        cluster=s.choice("cluster", 1, 2),
+        pdl=True,
+        early_trigger=s.choice("early_trigger", False, True),
+        registers=(120, 192),
+    )
     return s

@@ -123,22 +123,52 @@ def test_every_source_quotes_its_line(plan: Plan) -> None:
 REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words of the message, hint
     "op": ("s.assign(g.‸poolr, math=s.warps(4, 12))", "has no op 'poolr'", "did you mean 'pooler'?"),
     "op, many lines": (
-        "s.sync(\n        g.router.reduce\n        >> g.‸topk.select,\n        counter(),\n    )", "no op 'topk'",
+        "s.sync(\n        g.router.reduce\n        >> g.‸topk.select,\n        counter(),\n    )",
+        "no op 'topk'",
         "did you mean 'top_k'?",
     ),
+    "op on a line of its own": (
+        "s.assign(\n        (g\n         .‸poolr),\n    )",
+        "no op 'poolr'",
+        "did you mean 'pooler'?",
+    ),
     "op far from all": ("s.assign(g.‸xyz)", "no op 'xyz'", "there are: pre_ffn_norm, router, pooler, top_k"),
-    "weight": ("s.hint([g.router.weight, g.pooler.‸wieght], evict_first)", "no weight or role 'wieght'", "did you mean 'weight'?"),
+    "weight": (
+        "s.hint([g.router.weight, g.pooler.‸wieght], evict_first)",
+        "no weight or role 'wieght'",
+        "did you mean 'weight'?",
+    ),
     "weight, many lines": (
-        "s.prefetch(\n        g.unpooler.‸wight,\n        into=ring,\n    )", "no weight or role 'wight'", "did you mean 'weight'?",
+        "s.prefetch(\n        g.unpooler.‸wight,\n        into=ring,\n    )",
+        "no weight or role 'wight'",
+        "did you mean 'weight'?",
     ),
     "role of an edge": ("s.sync(g.pooler.‸reduec >> g.pooler.finish, counter())", "'reduec'", "did you mean 'reduce'?"),
-    "role": ("s.assign(g.pooler, load_weights=s.warp(0), ‸mth=s.warps(4, 12))", "'pooler' has no role 'mth'", "did you mean 'math'?"),
+    "role": (
+        "s.assign(g.pooler, load_weights=s.warp(0), ‸mth=s.warps(4, 12))",
+        "'pooler' has no role 'mth'",
+        "did you mean 'math'?",
+    ),
     "role, many lines": (
         "s.assign(\n        [g.pooler, g.unpooler],\n        math=s.warps(4, 12),\n        ‸finsh=s.warp(3),\n    )",
-        "'pooler' has no role 'finsh'", "did you mean 'finish'?",
+        "'pooler' has no role 'finsh'",
+        "did you mean 'finish'?",
     ),
-    "role of another kind": ("s.assign([g.router, g.pooler], ‸finish=s.warp(3))", "'router' has no role", "there are: load_weights"),
-    "role twice": ("s.assign(g.pooler, finish=s.warp(3))\n    ‸s.assign([g.unpooler, g.pooler], finish=s.warp(2))", "assigned twice", None),
+    "role, further left": (
+        "x = [None, s.assign(g.pooler,\n    ‸mth=s.warps(4, 12))]",
+        "no role 'mth'",
+        "did you mean 'math'?",
+    ),
+    "role of another kind": (
+        "s.assign([g.router, g.pooler], ‸finish=s.warp(3))",
+        "'router' has no role",
+        "there are: load_weights",
+    ),
+    "role twice": (
+        "s.assign(g.pooler, finish=s.warp(3))\n    ‸s.assign([g.unpooler, g.pooler], finish=s.warp(2))",
+        "assigned twice",
+        None,
+    ),
     "role on a number": ("‸s.assign(g.pooler, finish=3)", "pooler.finish=3 is not a set of warps", "use s.warp(i)"),
     "assign to a weight": ("‸s.assign([g.pooler.weight], finish=s.warp(3))", "is not an op", "name one as g.<op>"),
     "warps beyond": ("math = ‸s.warps(4, 13)", "warps 4 to 12 of a block that has 12", None),
@@ -146,17 +176,37 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     "negative warp": ("x = ‸s.warp(-1)", "warps -1 to -1", None),
     "share": ("‸s.prefetch(g.unpooler.weight, ring, share=1.5)", "share=1.5 of unpooler_weight", None),
     "NaN share": ("‸s.prefetch(g.unpooler.weight, ring, share=float('nan'))", "share=nan", None),
-    "share of what": ("‸s.prefetch(g.unpooler.weight, ring, share=0.5)", "needs the op that the rest waits for", "during=g.<op>"),
+    "share of what": (
+        "‸s.prefetch(g.unpooler.weight, ring, share=0.5)",
+        "needs the op that the rest waits for",
+        "during=g.<op>",
+    ),
     "L2 by nobody": ("‸s.prefetch(g.unpooler.weight, L2, during=g.down)", "needs the one warp", "by=s.warp(i)"),
-    "L2 by two": ("‸s.prefetch(g.unpooler.weight, L2, by=s.warps(1, 3), during=g.down)", "needs the one warp", "by=s.warp(i)"),
-    "L2 some time": ("‸s.prefetch(g.unpooler.weight, L2 | ring, by=s.warp(1))", "needs a point of the program", "during=g.<op>"),
+    "L2 by two": (
+        "‸s.prefetch(g.unpooler.weight, L2, by=s.warps(1, 3), during=g.down)",
+        "needs the one warp",
+        "by=s.warp(i)",
+    ),
+    "L2 some time": (
+        "‸s.prefetch(g.unpooler.weight, L2 | ring, by=s.warp(1))",
+        "needs a point of the program",
+        "during=g.<op>",
+    ),
     "two points": (
-        "‸s.prefetch(g.unpooler.weight, L2, by=s.warp(1), during=g.down, before=g.combine)", "one point", "either during or before",
+        "‸s.prefetch(g.unpooler.weight, L2, by=s.warp(1), during=g.down, before=g.combine)",
+        "one point",
+        "either during or before",
     ),
     "prefetched twice": (
-        "s.prefetch(g.down.weight, ring, share=0, during=g.gate_up)\n    ‸s.prefetch(g.down.weight, ring)", "down_weight is prefetched twice", None,
+        "s.prefetch(g.down.weight, ring, share=0, during=g.gate_up)\n    ‸s.prefetch(g.down.weight, ring)",
+        "down_weight is prefetched twice",
+        None,
     ),
-    "prefetched vector": ("‸s.prefetch(g.combine.gain, L2, by=s.warp(1), during=g.down)", "post_expert_gain is a vector", None),
+    "prefetched vector": (
+        "‸s.prefetch(g.combine.gain, L2, by=s.warp(1), during=g.down)",
+        "post_expert_gain is a vector",
+        None,
+    ),
     "prefetched op": ("‸s.prefetch(g.down, ring)", "is not a weight", "g.<op>.weight"),
     "into what": ("‸s.prefetch(g.down.weight, 'ring')", "into='ring'", "ring | L2"),
     "cluster": ("‸s.launch(cluster=3)", "cluster=3: clusters have 1, 2, 4 or 8 blocks", None),
@@ -165,7 +215,8 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     "in_flight of no stream": ("‸s.in_flight(72 * KiB, during=g.combine)", "'combine' streams no weights", None),
     "in_flight below a stage": (
         "s.assign(g.pooler, load_weights=s.warp(0))\n    ‸s.in_flight(32767, during=g.pooler)",
-        "in_flight=32767 is less than one stage of pooler (32768 bytes)", "at least 32768 bytes",
+        "in_flight=32767 is less than one stage of pooler (32768 bytes)",
+        "at least 32768 bytes",
     ),
     "ring twice": ("‸s.ring(2, 36 * KiB)", "one weight ring", None),
     "no_allocate": ("‸s.hint(g.pooler.weight, no_allocate)", "cannot bypass L2", "use evict_first"),
@@ -175,15 +226,24 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     "accumulators": ("‸s.accumulators(0)", "accumulators(0)", None),
     "copies": ("x = ‸lamport(copies=4)", "copies=4: a channel has 1 to 3", None),
     "no edge": ("‸s.sync(g.residual >> g.pooler, counter())", "nothing passes along residual >> pooler", None),
-    "wrong role of an edge": ("‸s.sync(g.pooler.finish >> g.pooler.reduce, counter())", "nothing passes along pooler.finish", None),
+    "wrong role of an edge": (
+        "‸s.sync(g.pooler.finish >> g.pooler.reduce, counter())",
+        "nothing passes along pooler.finish",
+        None,
+    ),
     "an op with itself": ("‸s.sync(g.pooler >> g.pooler, counter())", "nothing passes along pooler >> pooler", None),
     "two primitives": (
         "s.sync(g.pre_ffn_norm >> g.router, counter())\n    ‸s.sync(g.pre_ffn_norm >> g.pooler, lamport())",
-        "'normed' is handed over in two ways", "all readers of a tensor share one primitive",
+        "'normed' is handed over in two ways",
+        "all readers of a tensor share one primitive",
     ),
     "edge to nowhere": ("s.sync(‸g.pooler >> 3, counter())", "3 reads nothing", "g.<op>"),
     "not an edge": ("‸s.sync(g.pooler, counter())", "an edge and a primitive", "lamport()"),
-    "cluster for a row": ("‸s.sync(g.combine >> g.unpooler, cluster())", "'combined' cannot travel within a cluster", "partial sums"),
+    "cluster for a row": (
+        "‸s.sync(g.combine >> g.unpooler, cluster())",
+        "'combined' cannot travel within a cluster",
+        "partial sums",
+    ),
     "blocks": ("‸Schedule('x', g, machine, blocks=0)", "blocks=0", None),
     "block of warps": ("‸Schedule('x', g, machine, warps=33)", "warps=33", None),
     "name": ("‸Schedule('my kernel', g, machine)", "must be an identifier", None),
@@ -191,7 +251,7 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     "python": ("x = ‸1 / 0", "ZeroDivisionError: division by zero", None),
     "python, missing file": ("‸open('/nowhere/at/all')", "FileNotFoundError", None),
     "python, in a directive": ("‸s.in_flight('much')", "TypeError", None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -216,7 +276,10 @@ def test_a_misspelt_name_is_an_attribute_error_too(tmp_path: Path) -> None:
 )
 def test_a_contradiction_names_the_earlier_line(case: str, note: str, tmp_path: Path) -> None:
     file, line, _ = write(tmp_path, body(REFUSED[case][0]))
-    assert any(text.startswith(f"  note: {note}") and text.endswith(f"({file}:{line - 1})") for text in refused(file).render().splitlines())
+    assert any(
+        text.startswith(f"  note: {note}") and text.endswith(f"({file}:{line - 1})")
+        for text in refused(file).render().splitlines()
+    )
 
 
 def test_the_same_primitive_may_be_said_twice(tmp_path: Path) -> None:
@@ -254,7 +317,9 @@ def test_choices(tmp_path: Path) -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    file, *_ = write(tmp_path, HEAD.replace("choices=None", "choices=None, split='nn'") + "    assert split == 'nk'\n    return s\n")
+    file, *_ = write(
+        tmp_path, HEAD.replace("choices=None", "choices=None, split='nn'") + "    assert split == 'nk'\n    return s\n"
+    )
     assert load(file, options={"split": "nk"}).name == "test"
     error = refused(file, options={"splt": "nk"})
     assert "takes no option 'splt'" in error.message and error.hint == "did you mean 'split'?"
@@ -270,7 +335,10 @@ def test_options(tmp_path: Path) -> None:
         ("def f():\n‸return 1\n", "syntax error: expected an indented block"),
         ("import math\n‸import mathh\n", "ModuleNotFoundError: No module named 'mathh'"),
         ("def f():\n    return ‸None.x\n\nf()\n", "AttributeError: 'NoneType'"),
-        ("from megagen.dsl import ALL_ONES\n‸from megagen.dsl import Shedule\n", "ImportError: cannot import name 'Shedule'"),
+        (
+            "from megagen.dsl import ALL_ONES\n‸from megagen.dsl import Shedule\n",
+            "ImportError: cannot import name 'Shedule'",
+        ),
         (HEAD + "    def inner():\n        return ‸[][3]\n    inner()\n", "IndexError"),
     ],
 )

@@ -51,7 +51,9 @@ def test_golden(name: str) -> None:
     text, file = emit(plan(*TEXTS[name])), GOLDEN / f"{name}.cu"
     if os.environ.get(UPDATE) == "1":
         file.write_text(text)
-    diff = list(difflib.unified_diff(file.read_text().splitlines(), text.splitlines(), str(file), "emitted", n=0, lineterm=""))
+    diff = list(
+        difflib.unified_diff(file.read_text().splitlines(), text.splitlines(), str(file), "emitted", n=0, lineterm="")
+    )
     assert not diff, f"{len(diff)} lines of difference; {UPDATE}=1 takes them over\n" + "\n".join(diff[:40])
 
 
@@ -109,7 +111,7 @@ def test_hang_records_number_the_steps(each: tuple[str, Plan, str]) -> None:
 
 
 def moved(file: Path, old: str, new: str, folder: Path) -> tuple[list[str], list[str]]:
-    """Lines that vanish and appear in the emitted text when ``old`` becomes ``new`` in the schedule; step numbers aside."""
+    """Lines of the emitted text that vanish and appear when ``old`` becomes ``new``; step numbers aside."""
     source = file.read_text()
     assert source.count(old) == 1
     copy = folder / file.name
@@ -159,7 +161,9 @@ def test_floats_are_exact() -> None:
         part = text[text.index(f"struct {camel(op.name)} {{  //") :]
         part = part[: part.index("};")]
         found = dict(re.findall(r"static constexpr float (\w+) = (\S+)f;", part))
-        assert {k: float(v) for k, v in found.items()} == {k: v for k, v in op.constants.items() if isinstance(v, float)}
+        assert {k: float(v) for k, v in found.items()} == {
+            k: v for k, v in op.constants.items() if isinstance(v, float)
+        }
         whole = {k: int(v) for k, v in re.findall(r"static constexpr u32 (\w+) = (\d+);", part)}
         assert whole.items() >= {k: v for k, v in op.constants.items() if isinstance(v, int)}.items()
 
@@ -172,9 +176,16 @@ def test_a_float_stays_a_float(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [("${ plan.name }", "${ plan.nmae }"), ("//% for p in plan.params\n", "//% for p in paln.params\n"), ("| camel", "| camle")]
+    ("old", "new"),
+    [
+        ("${ plan.name }", "${ plan.nmae }"),
+        ("//% for p in plan.params\n", "//% for p in paln.params\n"),
+        ("| camel", "| camle"),
+    ],
 )
-def test_a_misspelt_name_in_a_template_is_an_error(old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_name_in_a_template_is_an_error(
+    old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(resources.templates() / "kernel", tmp_path / "kernel")
     file = tmp_path / "kernel" / "kernel.cu.j2"
     text = file.read_text()

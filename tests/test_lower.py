@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from math import ceil, prod
 from pathlib import Path
 
@@ -20,7 +21,17 @@ from hypothesis import strategies as st
 
 from megagen import machines, resources
 from megagen.dsl import (
-    L2, KiB, Schedule, by_reader, cluster, counter, evict_first, evict_last, flag, lamport, load,
+    L2,
+    KiB,
+    Schedule,
+    by_reader,
+    cluster,
+    counter,
+    evict_first,
+    evict_last,
+    flag,
+    lamport,
+    load,
 )  # fmt: skip
 from megagen.emit import emit
 from megagen.ir.graph import Graph
@@ -32,8 +43,9 @@ GOLDEN = Path(__file__).parent / "golden"
 STREAMS = ("router", "pooler", "gate_up", "down", "unpooler")
 ROLES = {  # ops in graph order, roles in the order in which one warp runs them
     "pre_ffn_norm": ("compute",), "router": ("load_weights", "math", "reduce"),
-    "pooler": ("load_weights", "math", "reduce", "finish"), "top_k": ("select", "tables"), "pre_expert_norm": ("compute",),
-    "gate_up": ("load_weights", "math", "reduce"), "down": ("load_weights", "math", "reduce"), "combine": ("compute",),
+    "pooler": ("load_weights", "math", "reduce", "finish"), "top_k": ("select", "tables"),
+    "pre_expert_norm": ("compute",), "gate_up": ("load_weights", "math", "reduce"),
+    "down": ("load_weights", "math", "reduce"), "combine": ("compute",),
     "unpooler": ("load_weights", "math", "reduce", "finish"), "residual": ("compute",),
 }  # fmt: skip
 NEEDS_TABLE = {"gate_up", "down", "combine"}
@@ -74,8 +86,8 @@ class Placement:
         for op, names in ROLES.items():
             for role in names:
                 roles[op, role] = {
-                    "load_weights": (producer,), "math": math, "compute": math, "reduce": (reducer,), "finish": (finisher,),
-                    "select": (selector,), "tables": (house,),
+                    "load_weights": (producer,), "math": math, "compute": math, "reduce": (reducer,),
+                    "finish": (finisher,), "select": (selector,), "tables": (house,),
                 }[role]  # fmt: skip
         return roles
 
@@ -97,7 +109,8 @@ class Placement:
                 by = s.warp(self.warps[1]) if op in self.l2 else None
                 s.prefetch(getattr(g, op).weight, into, share=share, by=by, during=getattr(g, before[op]))
         made: dict[str, Callable[[], object]] = {
-            "lamport": lamport, "counter": counter, "by_reader": lambda: lamport(reset=by_reader), "cluster": cluster, "flag": flag,
+            "lamport": lamport, "by_reader": lambda: lamport(reset=by_reader), "counter": counter, "cluster": cluster,
+            "flag": flag,
         }  # fmt: skip
         for kind, edges in (
             (self.local, (g.pre_ffn_norm >> g.router, g.pre_expert_norm >> g.gate_up, g.combine >> g.unpooler)),
@@ -121,17 +134,21 @@ def placements(draw: st.DrawFn) -> Placement:
     def sometimes(strategy: st.SearchStrategy[int]) -> int | None:
         return draw(st.none() | strategy)
 
+    def one(*names: str) -> str:
+        return draw(st.sampled_from(names))
+
     low = draw(st.permutations(range(4)))
     per_block = draw(st.sampled_from((12, 13, 16)))
     share = st.floats(0, 1) | st.sampled_from((0.0, 1 / 4, 1 / 3, 1.0))
     return Placement(
-        tp=draw(st.sampled_from((1, 2, 4, 8))), tokens=draw(st.integers(1, 16)), split=draw(st.sampled_from(("nn", "nk"))),
-        experts=draw(st.sampled_from(("nvfp4", "bf16"))), fused=draw(st.booleans()), stages=draw(st.integers(1, 6)),
+        tp=draw(st.sampled_from((1, 2, 4, 8))), tokens=draw(st.integers(1, 16)), split=one("nn", "nk"),
+        experts=one("nvfp4", "bf16"), fused=draw(st.booleans()), stages=draw(st.integers(1, 6)),
         cap=sometimes(st.integers(36 * KiB, 300 * KiB)), down_cap=sometimes(st.integers(36 * KiB, 300 * KiB)),
-        shares=draw(st.dictionaries(st.sampled_from(STREAMS[1:]), share)), l2=draw(st.frozensets(st.sampled_from(STREAMS[1:]))),
-        local=draw(st.sampled_from(("lamport", "counter"))), partials=draw(st.sampled_from(("lamport", "by_reader", "counter", "cluster"))),
-        exchange=draw(st.sampled_from(("lamport", "flag"))), cluster=draw(st.sampled_from((1, 2, 4, 8))),
-        blocks=sometimes(st.integers(1, 20).map(lambda n: 8 * n)), early=draw(st.booleans()), accumulators=draw(st.integers(1, 4)),
+        shares=draw(st.dictionaries(st.sampled_from(STREAMS[1:]), share)),
+        l2=draw(st.frozensets(st.sampled_from(STREAMS[1:]))), local=one("lamport", "counter"),
+        partials=one("lamport", "by_reader", "counter", "cluster"), exchange=one("lamport", "flag"),
+        cluster=draw(st.sampled_from((1, 2, 4, 8))), blocks=sometimes(st.integers(1, 20).map(lambda n: 8 * n)),
+        early=draw(st.booleans()), accumulators=draw(st.integers(1, 4)),
         warps=(*low, draw(st.sampled_from(low[1:])), per_block // 4 * 4 - 8),
         per_block=per_block,
     )  # fmt: skip
@@ -252,7 +269,10 @@ def check_programs(p: Placement, plan: Plan) -> None:
 
 def check_streams(p: Placement, plan: Plan) -> None:
     for kernel in plan.kernels:
-        loads = {op: [s for _, program in steps(kernel) for s in calls(program, "load_weights") if s.op == op] for op in kernel.ops}
+        loads = {
+            op: [s for _, program in steps(kernel) for s in calls(program, "load_weights") if s.op == op]
+            for op in kernel.ops
+        }
         for op in (op for op in kernel.ops if op in STREAMS):
             size = p.stage_bytes(op)
             stream = plan.op(op).stream
@@ -262,7 +282,7 @@ def check_streams(p: Placement, plan: Plan) -> None:
             assert {s.args[2] for s in loads[op]} == {in_flight}
             edges = [(s.args[0], s.args[1]) for s in loads[op]]
             assert edges[0][0] == 0 and edges[-1][1] == 1024
-            assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in pairwise(edges))
             share = p.shares.get(op, 1.0) if p.fused else 1.0
             held = [(a, b) for a, b in edges if b <= round(share * 1024)]
             assert sum(b - a for a, b in held) == round(share * 1024)
@@ -276,9 +296,15 @@ def check_streams(p: Placement, plan: Plan) -> None:
             assert [s.barriers[0].barrier for s in waits] == [f"point_{STREAMS[STREAMS.index(op) - 1]}" for op in late]
             for s in waits:
                 point = s.barriers[0].barrier
-                signals = sum(x.barriers[0].barrier == point for _, program in steps(kernel) for x in calls(program, "signal_point"))
+                signals = sum(
+                    x.barriers[0].barrier == point
+                    for _, program in steps(kernel)
+                    for x in calls(program, "signal_point")
+                )
                 op = point.removeprefix("point_")
-                workers = {w for (o, role), ws in p.assigned().items() if o == op and role != "load_weights" for w in ws}
+                workers = {
+                    w for (o, role), ws in p.assigned().items() if o == op and role != "load_weights" for w in ws
+                }
                 assert plan.barrier(point).count == signals == len(workers)
 
 
@@ -327,7 +353,7 @@ def test_tiles_are_shared_out_whole_and_evenly(n: int) -> None:
     for blocks in range(1, 161):
         runs = [rule(n, i, blocks) for i in range(blocks)]
         assert runs[0][0] == 0 and runs[-1][1] == n
-        assert all(a[1] == b[0] for a, b in zip(runs, runs[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in pairwise(runs))
         assert {last - first for first, last in runs} <= {n // blocks, ceil(n / blocks)}
 
 
@@ -354,12 +380,19 @@ def test_blocks_load_every_stage_once(tp: int, split: str, experts: str) -> None
             stream = plan.op(op).stream
             weight = next(w for w in plan.weights if w.name == f"{op}_weight")
             assert stream is not None
-            tiles = weight.rows * weight.k // (stream.stage_rows * stream.stage_k * stream.per_tile) * (used if weight.experts else 1)
+            tiles = (
+                weight.rows
+                * weight.k
+                // (stream.stage_rows * stream.stage_k * stream.per_tile)
+                * (used if weight.experts else 1)
+            )
             loaded = []
             for block in range(plan.launch.blocks):
                 first, last = rule(tiles, block, plan.launch.blocks)
                 n = (last - first) * stream.per_tile
-                loaded += [first * stream.per_tile + i for a, b in parts[op] for i in range(n * a // 1024, n * b // 1024)]
+                loaded += [
+                    first * stream.per_tile + i for a, b in parts[op] for i in range(n * a // 1024, n * b // 1024)
+                ]
             assert loaded == list(range(tiles * stream.per_tile))
             assert len(loaded) * stream.stage_bytes == want[op]
 
@@ -390,13 +423,16 @@ def test_ranks_write_every_element_of_an_exchange_once(tp: int, split: str) -> N
             assert (gathered == np.arange(n).reshape(-1, c.shape[-1])).all()
 
 
-@pytest.mark.parametrize("tp", [1, 8])
-def test_arrivals_are_what_writers_publish(tp: int) -> None:
-    plan = Placement(tp=tp, local="counter", partials="counter").plan()
-    found = {c.name: (c.arrivals, c.arrivals_per) for c in plan.channels if c.kind == "counter"}
+@pytest.mark.parametrize(("tp", "split"), [(1, "nn"), (8, "nn"), (8, "nk")])
+def test_arrivals_are_what_writers_publish(tp: int, split: str) -> None:
+    plan = Placement(tp=tp, split=split, local="counter", partials="counter", exchange="flag").plan()
+    found = {c.name: (c.arrivals, c.arrivals_per) for c in plan.channels if c.kind in ("counter", "flag")}
     assert found == {
         "normed": (8, "token"), "expert_in": (8, "token"), "combined": (8, "token"),  # eight warps a token
         "pooled_partials": (8 * 256 // tp, "launch"), "unpooled_partials": (4 * 512 // tp, "launch"),  # a unit each
+        "pooled": (256 // tp, "launch"), "unpooled": (512 // tp, "launch"),  # a row block each
+        # a stage of 16 rows with K = 4096; of 128 rows with K = 512
+        "expert_out": (4096 // tp // 16 if split == "nn" else 4096 // 128, "expert"),
     }  # fmt: skip
 
 
@@ -511,5 +547,6 @@ def test_hints_reach_their_streams() -> None:
     s.hint([s.graph.gate_up.weight, s.graph.down.weight], evict_first)
     hints = {op.name: op.stream.hint for op in lower(s).ops if op.stream}
     assert hints == {
-        "router": "evict_normal", "pooler": "evict_last", "gate_up": "evict_first", "down": "evict_first", "unpooler": "evict_normal",
+        "router": "evict_normal", "pooler": "evict_last", "gate_up": "evict_first", "down": "evict_first",
+        "unpooler": "evict_normal",
     }  # fmt: skip

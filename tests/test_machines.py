@@ -71,8 +71,8 @@ def test_unknown_and_unreadable(tmp_path: Path) -> None:
         machines.load(str(tmp_path / "none.toml"))
     folder = tmp_path / "folder.toml"
     folder.mkdir()
-    with pytest.raises(MachineError, match="folder.toml"):
+    with pytest.raises(MachineError, match=r"folder\.toml"):
         machines.load(str(folder))
     (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
-    with pytest.raises(MachineError, match="latin.toml"):
+    with pytest.raises(MachineError, match=r"latin\.toml"):
         machines.load(str(tmp_path / "latin.toml"))

@@ -52,7 +52,9 @@ def test_tensors(tp: int, split: str) -> None:
         want["expert_mid"] = ((5, 8, 4096 // tp), "bf16", *within)
         want["expert_out"] = ((tp, 5, 8, 4096), "bf16", "internal", "world", None)
     assert found == want
-    assert {n for n, t in block(tp, split=split).tensors.items() if t.reduce} == ({"expert_out"} if split == "nk" else set())
+    assert {n for n, t in block(tp, split=split).tensors.items() if t.reduce} == (
+        {"expert_out"} if split == "nk" else set()
+    )
 
 
 @pytest.mark.parametrize("experts", ["nvfp4", "bf16"])
@@ -74,7 +76,9 @@ def test_weights(tp: int, split: str, experts: str) -> None:
     }  # fmt: skip
     weights = block(tp, split=split, experts=experts).weights()
     assert {n: (w.rows, w.k, w.shard, w.device_bytes) for n, w in weights.items()} == want
-    assert {n for n, w in weights.items() if w.experts} == {n for n, w in weights.items() if w.dtype == experts and n in ("gate_up_weight", "down_weight")}
+    assert {n for n, w in weights.items() if w.experts} == {
+        n for n, w in weights.items() if w.dtype == experts and n in ("gate_up_weight", "down_weight")
+    }
     assert all(w.experts in (0, 256) and w.bytes == w.bytes_one * max(1, w.experts) for w in weights.values())
     assert [n for n, w in weights.items() if w.gate_up] == ["gate_up_weight"]
 
@@ -82,20 +86,22 @@ def test_weights(tp: int, split: str, experts: str) -> None:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("tp", TPS)
 def test_cost(tp: int, split: str) -> None:
-    """What 7 tokens on 20 experts move and compute: weights each once, activations each once, two operations a weight."""
+    """Of 7 tokens on 20 experts: weights once, activations once, two operations a weight and token."""
     t, slots, used = 7, 56, 20
     costs = {op.name: op.cost(Routing(tokens=t, experts=used)) for op in block(tp, split=split).ops}
     mid = 4096 if split == "nn" else 4096 // tp
     parts = tp if split == "nk" else 1
     assert {n: c.weight_bytes for n, c in costs.items()} == {
-        "pre_ffn_norm": 32_768, "router": 8_388_608, "pooler": 67_108_864 // tp, "top_k": 1024, "pre_expert_norm": 16_384,
-        "gate_up": used * 8192 * 4096 // tp * NVFP4, "down": used * 4096 * 4096 // tp * NVFP4, "combine": 16_384,
-        "unpooler": 67_108_864 // tp, "residual": 98_304,
+        "pre_ffn_norm": 32_768, "router": 8_388_608, "pooler": 67_108_864 // tp, "top_k": 1024,
+        "pre_expert_norm": 16_384, "gate_up": used * 8192 * 4096 // tp * NVFP4,
+        "down": used * 4096 * 4096 // tp * NVFP4, "combine": 16_384, "unpooler": 67_108_864 // tp, "residual": 98_304,
     }  # fmt: skip
     operations = {n: c.operations for n, c in costs.items()}
     assert operations["router"] == 2 * t * 256 * 8192
     assert operations["pooler"] == operations["unpooler"] == 2 * t * 8192 * 4096 // tp
-    assert operations["gate_up"] == 2 * slots * 8192 * 4096 // tp and operations["down"] == 2 * slots * 4096 * 4096 // tp
+    assert (
+        operations["gate_up"] == 2 * slots * 8192 * 4096 // tp and operations["down"] == 2 * slots * 4096 * 4096 // tp
+    )
     moved = {n: c.activation_bytes for n, c in costs.items()}
     assert moved["pre_ffn_norm"] == t * 8192 * (4 + 2) and moved["pre_expert_norm"] == t * 4096 * (2 + 2)
     assert moved["pooler"] == moved["unpooler"] == t * (8192 + 4096) * 2
@@ -117,7 +123,9 @@ def test_ops_come_after_what_they_read(split: str) -> None:
 def test_defaults_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
     theirs, ours = transformers.MuseSparkTextConfig(), MuseSparkConfig()
-    assert {f: getattr(ours, f) for f in CONFIG_FIELDS} == {f: getattr(theirs, name) for f, name in CONFIG_FIELDS.items()}
+    assert {f: getattr(ours, f) for f in CONFIG_FIELDS} == {
+        f: getattr(theirs, name) for f, name in CONFIG_FIELDS.items()
+    }
 
 
 # -- configurations ------------------------------------------------------------------------------------------------
@@ -184,10 +192,13 @@ def fits(op: Op) -> bool:
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.integers(1, 8).map(lambda n: 1024 * n), st.integers(1, 8).map(lambda n: 1024 * n), st.integers(1, 24).map(lambda n: 256 * n),
-    st.integers(1, 34).map(lambda n: 8 * n), st.sampled_from(TPS), st.sampled_from(SPLITS), st.sampled_from(("nvfp4", "bf16")),
+    st.integers(1, 8).map(lambda n: 1024 * n), st.integers(1, 8).map(lambda n: 1024 * n),
+    st.integers(1, 24).map(lambda n: 256 * n), st.integers(1, 34).map(lambda n: 8 * n),
+    st.sampled_from(TPS), st.sampled_from(SPLITS), st.sampled_from(("nvfp4", "bf16")),
 )  # fmt: skip
-def test_what_is_accepted_can_be_packed_and_run(h: int, m: int, i: int, e: int, tp: int, split: str, experts: str) -> None:
+def test_what_is_accepted_can_be_packed_and_run(
+    h: int, m: int, i: int, e: int, tp: int, split: str, experts: str
+) -> None:
     config = MuseSparkConfig(hidden=h, moe_hidden=m, intermediate=i, experts=e)
     try:
         g = block(tp, split=split, experts=experts, config=config)
@@ -210,7 +221,17 @@ def test_a_checkpoints_config(nested: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [None, "{", "[]", "3", '{"text_config": 3}', '{"text_config": null}', '{"hidden_size": "wide"}', '{"hidden_size": null}']
+    "text",
+    [
+        None,
+        "{",
+        "[]",
+        "3",
+        '{"text_config": 3}',
+        '{"text_config": null}',
+        '{"hidden_size": "wide"}',
+        '{"hidden_size": null}',
+    ],
 )
 def test_a_wrong_config(text: str | None, tmp_path: Path) -> None:
     if text is not None:

@@ -480,7 +480,16 @@ def test_route_overrides(session: Session) -> None:
     session.set_route_override(table)
     assert session._routes[:2].tolist() == table.tolist()
     assert session._routes[2:].eq(-1).all()
-    for bad in (table.long(), table[:, :7], table.view(-1), table.repeat(9, 1), table + 241, table - 2, table - 1, table // 2):
+    for bad in (
+        table.long(),
+        table[:, :7],
+        table.view(-1),
+        table.repeat(9, 1),
+        table + 241,
+        table - 2,
+        table - 1,
+        table // 2,
+    ):
         with pytest.raises(DeviceError, match="route override"):
             session.set_route_override(bad)
     assert session._routes[:2].tolist() == table.tolist()  # refused tables change nothing

@@ -43,7 +43,8 @@ def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: 
 
             if graph.tp != 1:
                 raise MegagenError(
-                    f"--checkpoint with --tp {graph.tp}: one GPU holds one shard, and stand-ins repeat it", hint="use --tp 1"
+                    f"--checkpoint with --tp {graph.tp}: one GPU holds one shard, and stand-ins repeat it",
+                    hint="use --tp 1",
                 )
 
             packed = load_layer(checkpoint, layer, graph, rank=0, device=session.device)
@@ -138,7 +139,12 @@ def bench(
         notes = f"tp {graph.tp} on one GPU, stand-ins for the other ranks; {graph.tokens} tokens on {experts} experts, "
         notes += f"new routing each replay; {layers} distinct layers in a CUDA graph, {timing.samples} replays"
         return measure.row(
-            timing, plan=plan, experts=experts, what=f"{graph.attributes['figure']}.{timing.name}", command=command, notes=notes
+            timing,
+            plan=plan,
+            experts=experts,
+            what=f"{graph.attributes['figure']}.{timing.name}",
+            command=command,
+            notes=notes,
         )
 
     figures = {name: figure(timing) for name, timing in timings.items()}

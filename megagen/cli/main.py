@@ -224,7 +224,9 @@ def bench(
     from megagen.cli import device, explain
 
     wanted = [only] if only else list(Only)
-    found = {o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted}
+    found = {
+        o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted
+    }
     device.require()
     built = {name: _built(checked, [checked.plan.machine.arch]) for name, checked in found.items()}
     command = f"megagen {' '.join(sys.argv[1:])}"

@@ -24,6 +24,7 @@ from megagen.dsl.schedule import (
 from megagen.ir.plan import Machine
 
 __all__ = [
-    "ALL_ONES", "L2", "POSITIVE_ZERO", "KiB", "Machine", "Ring", "Schedule", "Warps", "by_launch", "by_reader", "cluster",
-    "counter", "evict_first", "evict_last", "evict_normal", "flag", "lamport", "load", "mbarrier", "no_allocate",
+    "ALL_ONES", "L2", "POSITIVE_ZERO", "KiB", "Machine", "Ring", "Schedule", "Warps", "by_launch", "by_reader",
+    "cluster", "counter", "evict_first", "evict_last", "evict_normal", "flag", "lamport", "load", "mbarrier",
+    "no_allocate",
 ]  # fmt: skip

@@ -68,7 +68,9 @@ def load(
         raise ScheduleError(f"schedule() of {file} returned {type(schedule).__name__}, not a Schedule")
     for name in choices or {}:
         if name not in schedule.offered:
-            raise ScheduleError(f"{file.name} offers no choice {name!r}", hint=did_you_mean(name, sorted(schedule.offered)))
+            raise ScheduleError(
+                f"{file.name} offers no choice {name!r}", hint=did_you_mean(name, sorted(schedule.offered))
+            )
     return schedule
 
 

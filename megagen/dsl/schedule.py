@@ -161,7 +161,9 @@ class Schedule:
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
         if not name.isidentifier():
-            raise ScheduleError(f"schedule name {name!r} must be an identifier: it becomes the kernel's name", loc=self.loc)
+            raise ScheduleError(
+                f"schedule name {name!r} must be an identifier: it becomes the kernel's name", loc=self.loc
+            )
         if not 1 <= warps <= 32:
             raise ScheduleError(f"warps={warps}: a block has 1 to 32 warps", loc=self.loc)
         if blocks is not None and blocks < 1:
@@ -193,7 +195,9 @@ class Schedule:
                     )
                 if not isinstance(warps, Warps):
                     raise ScheduleError(
-                        f"{handle._op.name}.{role}={warps!r} is not a set of warps", loc=loc, hint="use s.warp(i) or s.warps(first, end)"
+                        f"{handle._op.name}.{role}={warps!r} is not a set of warps",
+                        loc=loc,
+                        hint="use s.warp(i) or s.warps(first, end)",
                     )
                 if (handle._op.name, role) in self.roles:
                     raise ScheduleError(
@@ -208,16 +212,22 @@ class Schedule:
         """The weight ring. ``in_flight``: default cap on outstanding bulk-load bytes of a SM."""
         loc = here()
         if self.rings:
-            raise ScheduleError("a schedule has one weight ring", loc=loc, notes=(("the first one", self.rings[0].loc),))
+            raise ScheduleError(
+                "a schedule has one weight ring", loc=loc, notes=(("the first one", self.rings[0].loc),)
+            )
         if stages < 1 or stage_bytes < 1 or stage_bytes % 128:
-            raise ScheduleError(f"ring of {stages} stages of {stage_bytes} bytes: stages are multiples of 128 bytes", loc=loc)
-        self.rings.append(Ring(ring=True, l2=False, stages=stages, stage_bytes=stage_bytes, in_flight=in_flight, loc=loc))
+            raise ScheduleError(
+                f"ring of {stages} stages of {stage_bytes} bytes: stages are multiples of 128 bytes", loc=loc
+            )
+        self.rings.append(
+            Ring(ring=True, l2=False, stages=stages, stage_bytes=stage_bytes, in_flight=in_flight, loc=loc)
+        )
         if in_flight is not None:
             self._cap(in_flight, None, loc)
         return self.rings[0]
 
     def in_flight(self, bytes: int, during: OpHandle | Iterable[OpHandle] | None = None) -> None:
-        """Cap the bytes of bulk loads that a SM has outstanding while the weights of ``during`` stream (default: all)."""
+        """Cap the bytes of bulk loads that a SM has outstanding while weights stream: those of ``during``, or all."""
         loc = here()
         if during is None:
             self._cap(bytes, None, loc)
@@ -251,16 +261,20 @@ class Schedule:
             raise ScheduleError(f"share={share} of {weight.weight.name}: a share is between 0 and 1", loc=loc)
         if during is not None and before is not None:
             raise ScheduleError("a prefetch has one point of the program", loc=loc, hint="say either during or before")
-        earlier = [p for p in self.prefetches if p.op == weight.op and (p.into.ring and into.ring or p.into.l2 and into.l2)]
-        if earlier:
-            raise ScheduleError(
-                f"{weight.weight.name} is prefetched twice into the same place", loc=loc, notes=(("the first time", earlier[0].loc),)
-            )
+        for p in self.prefetches:
+            if p.op == weight.op and ((p.into.ring and into.ring) or (p.into.l2 and into.l2)):
+                raise ScheduleError(
+                    f"{weight.weight.name} is prefetched twice into the same place",
+                    loc=loc,
+                    notes=(("the first time", p.loc),),
+                )
         point = during if during is not None else before
         if into.l2 and (by is None or by.count != 1):
             raise ScheduleError("an L2 prefetch needs the one warp that asks for it", loc=loc, hint="say by=s.warp(i)")
         if share < 1 and into.ring and point is None:
-            raise ScheduleError("a share of the ring needs the op that the rest waits for", loc=loc, hint="say during=g.<op>")
+            raise ScheduleError(
+                "a share of the ring needs the op that the rest waits for", loc=loc, hint="say during=g.<op>"
+            )
         if into.l2 and point is None:
             raise ScheduleError("an L2 prefetch needs a point of the program", loc=loc, hint="say during=g.<op>")
         at = None if point is None else point.op if isinstance(point, RoleHandle) else self._op(point, loc).name
@@ -273,7 +287,9 @@ class Schedule:
             self._streamed(w, loc)
             if hint is Hint.NO_ALLOCATE:
                 raise ScheduleError(
-                    "bulk loads cannot bypass L2: PTX has no such policy for cp.async.bulk", loc=loc, hint="use evict_first"
+                    "bulk loads cannot bypass L2: PTX has no such policy for cp.async.bulk",
+                    loc=loc,
+                    hint="use evict_first",
                 )
             self.hints[w.op] = (Hint(hint), loc)
 
@@ -299,9 +315,14 @@ class Schedule:
         self.accum_slots = slots
 
     def launch(
-        self, *, cluster: int = 1, pdl: bool = True, early_trigger: bool = False, registers: tuple[int, int] | None = None
+        self,
+        *,
+        cluster: int = 1,
+        pdl: bool = True,
+        early_trigger: bool = False,
+        registers: tuple[int, int] | None = None,
     ) -> None:
-        """Cluster size; PDL and when dependents may start; registers a thread of warps 0-3 and of the rest (setmaxnreg)."""
+        """Cluster size; PDL and when dependents may start; registers a thread of warps 0-3 and of the rest."""
         loc = here()
         if cluster not in (1, 2, 4, 8):
             raise ScheduleError(f"cluster={cluster}: clusters have 1, 2, 4 or 8 blocks", loc=loc)

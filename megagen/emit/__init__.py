@@ -68,7 +68,7 @@ def _hex(word: int | None) -> str:
 
 
 def _number(value: int | float) -> str:
-    if isinstance(value, bool) or isinstance(value, int):
+    if isinstance(value, int):
         return str(int(value))
     text = repr(value)  # exact: nine digits would round twice
     return (text if any(c in text for c in ".en") else text + ".0") + "f"

@@ -93,7 +93,8 @@ class Weight(Frozen):
 
     ``rows`` and ``k`` are rank-local; vectors have ``k`` = 1. ``experts`` is 0 for a plain weight, else the
     number of such matrices. ``gate_up`` marks [gate; up] stacked along rows: a rank takes the same slice of
-    both halves. ``planes``: how many vectors :meth:`Op.pack_vector` makes of one. ``names`` are the checkpoint's tensor names below the layer prefix.
+    both halves. ``planes``: how many vectors :meth:`Op.pack_vector` makes of one. ``names`` are the checkpoint's
+    tensor names below the layer prefix.
     """
 
     name: str
@@ -311,5 +312,7 @@ class Graph(Frozen):
             if o.name == name:
                 return OpHandle(o)
         raise UnknownName(
-            f"graph {self.name!r} has no op {name!r}", loc=here(name), hint=did_you_mean(name, [o.name for o in self.ops])
+            f"graph {self.name!r} has no op {name!r}",
+            loc=here(name),
+            hint=did_you_mean(name, [o.name for o in self.ops]),
         )

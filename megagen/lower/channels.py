@@ -5,7 +5,7 @@ from __future__ import annotations
 from megagen.dsl.schedule import Schedule, Sync, lamport, mbarrier
 from megagen.errors import Loc, ScheduleError, did_you_mean
 from megagen.ir.graph import EdgeHandle, Graph, Op, Scope, Tensor, TensorKind
-from megagen.ir.plan import Reset, RoleRef, SyncKind
+from megagen.ir.plan import Reset, SyncKind
 
 SAFE_COPIES = {Scope.RANK: 2, Scope.WORLD: 3}
 
@@ -55,12 +55,21 @@ class Edges:
             name
             for name, writers in self.writers.items()
             if any(op.name == edge.writer and edge.writer_role in (None, role) for op, role in writers)
-            and any(op.name == edge.reader and edge.reader_role in (None, role) for op, role in self.readers.get(name, ()))
+            and any(
+                op.name == edge.reader and edge.reader_role in (None, role) for op, role in self.readers.get(name, ())
+            )
             # op >> op means what passes between them, not an op's own partial sums
             and (edge.writer != edge.reader or edge.writer_role is not None)
         ]
         if not found:
-            known = sorted({f"{w.name} >> {r.name}" for n, ws in self.writers.items() for w, _ in ws for r, _ in self.readers.get(n, ())})
+            known = sorted(
+                {
+                    f"{w.name} >> {r.name}"
+                    for n, ws in self.writers.items()
+                    for w, _ in ws
+                    for r, _ in self.readers.get(n, ())
+                }
+            )
             raise ScheduleError(f"nothing passes along {edge}", loc=loc, hint=did_you_mean(str(edge), known))
         return found
 
@@ -77,5 +86,3 @@ def layout(tensor: Tensor, tp: int) -> tuple[int, int, int]:
 
 def counted(sync: Sync) -> bool:
     return sync.kind in (SyncKind.COUNTER, SyncKind.FLAG)
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from megagen.dsl.schedule import Prefetch, Schedule
 from megagen.errors import Loc, ScheduleError
@@ -59,7 +60,9 @@ class _Lowering:
         self.steps = 0
         self.edge_index = 0
         if not schedule.rings:
-            raise ScheduleError("the schedule has no weight ring", loc=schedule.loc, hint="s.ring(stages=4, stage_bytes=36 * KiB)")
+            raise ScheduleError(
+                "the schedule has no weight ring", loc=schedule.loc, hint="s.ring(stages=4, stage_bytes=36 * KiB)"
+            )
         self.ring = schedule.rings[0]
         self.launch = schedule.launch_
         fit = schedule.machine.blocks_fit.get(self.launch.cluster, 0)
@@ -111,20 +114,20 @@ class _Lowering:
         return Plan(
             name=s.name, graph=g.name, tp=g.tp, tokens=g.tokens, machine=s.machine, fused=self.fused,
             launch=LaunchPlan(
-                blocks=self.blocks, cluster=self.launch.cluster, warps=s.warps_per_block, shared_bytes=-(-shared.size // 128) * 128,
-                pdl=self.launch.pdl, early_trigger=self.launch.early_trigger, registers=self.launch.registers,
-                source=source(self.launch.loc or s.loc),
+                blocks=self.blocks, cluster=self.launch.cluster, warps=s.warps_per_block,
+                shared_bytes=-(-shared.size // 128) * 128, pdl=self.launch.pdl, early_trigger=self.launch.early_trigger,
+                registers=self.launch.registers, source=source(self.launch.loc or s.loc),
             ),
             ring=RingPlan(
-                stages=self.ring.stages, stage_bytes=self.ring.stage_bytes, region="ring", full="ring_full", empty="ring_empty",
-                consumers=self._ring_consumers(), source=source(self.ring.loc),
+                stages=self.ring.stages, stage_bytes=self.ring.stage_bytes, region="ring", full="ring_full",
+                empty="ring_empty", consumers=self._ring_consumers(), source=source(self.ring.loc),
             ),
             heap=HeapPlan(
-                bytes=-(-heap.size // 256) * 256, epoch_offset=epoch_offset, abort_offset=abort_offset, record_offset=record_offset,
-                record_bytes=self.blocks * s.warps_per_block * HANG_RECORD,
+                bytes=-(-heap.size // 256) * 256, epoch_offset=epoch_offset, abort_offset=abort_offset,
+                record_offset=record_offset, record_bytes=self.blocks * s.warps_per_block * HANG_RECORD,
             ),
-            params=params, weights=weights, regions=tuple(regions), barriers=barriers, channels=channels, ops=ops, kernels=kernels,
-            choices={name: value for name, (value, _) in sorted(s.offered.items())},
+            params=params, weights=weights, regions=tuple(regions), barriers=barriers, channels=channels, ops=ops,
+            kernels=kernels, choices={name: value for name, (value, _) in sorted(s.offered.items())},
             nominal_experts=NOMINAL.experts, nominal_tokens=min(g.tokens, NOMINAL.tokens),
         )  # fmt: skip
 
@@ -147,7 +150,9 @@ class _Lowering:
 
         def add(name: str, slots: int, count: int, tx: bool = False) -> None:
             out.append(
-                BarrierPlan(name=name, offset=shared.take(8 * slots, 8), slots=slots, count=count, tx=tx, index=self._index())
+                BarrierPlan(
+                    name=name, offset=shared.take(8 * slots, 8), slots=slots, count=count, tx=tx, index=self._index()
+                )
             )
 
         consumers = self._ring_consumers()
@@ -181,7 +186,7 @@ class _Lowering:
                 ChannelPlan(
                     name=t.name, dtype=t.dtype, shape=t.shape, scope=t.scope, kind=sync.kind,
                     empty=sync.empty if sync.kind is SyncKind.LAMPORT else None, copies=copies,
-                    reset=sync.reset if sync.kind is SyncKind.LAMPORT else Reset.LAUNCH if counted(sync) else Reset.NONE,
+                    reset=Reset.LAUNCH if counted(sync) else sync.reset,
                     offset=heap.take(copies * size, 256) if in_heap else 0, bytes=size if in_heap else 0,
                     counter_offset=heap.take(4 * copies, 256) if counted(sync) else None,
                     shared_offset=cluster.get(t.name),
@@ -198,8 +203,10 @@ class _Lowering:
         params, weights = [], []
         for t in self.g.tensors.values():
             if t.kind is not TensorKind.INTERNAL:
-                what, ctype = ("input", "const u8*") if t.kind is TensorKind.INPUT else ("output", "u8*")
-                params.append(ParamPlan(name=t.name, ctype=ctype, what=what, dtype=t.dtype, shape=t.shape))  # type: ignore[arg-type]
+                given = t.kind is TensorKind.INPUT
+                what: Literal["input", "output"] = "input" if given else "output"
+                ctype = "const u8*" if given else "u8*"
+                params.append(ParamPlan(name=t.name, ctype=ctype, what=what, dtype=t.dtype, shape=t.shape))
         for op in self.g.ops:
             stage = op.stage()
             for w in op.weights.values():
@@ -210,8 +217,9 @@ class _Lowering:
                     rows, k, size = 0, 0, w.device_bytes
                 weights.append(
                     WeightPlan(
-                        name=w.name, parameter=w.name, layout="tiles" if tiles else "vector", dtype=w.dtype, rows=w.rows, k=w.k,
-                        experts=w.experts, stage_rows=rows, stage_k=k, bytes=size, gate_up=w.gate_up, names=w.names, shard=w.shard,
+                        name=w.name, parameter=w.name, layout="tiles" if tiles else "vector", dtype=w.dtype,
+                        rows=w.rows, k=w.k, experts=w.experts, stage_rows=rows, stage_k=k, bytes=size,
+                        gate_up=w.gate_up, names=w.names, shard=w.shard,
                     )
                 )  # fmt: skip
                 shape = (w.planes, w.rows) if not tiles else (w.experts, w.rows, w.k) if w.experts else (w.rows, w.k)
@@ -233,10 +241,11 @@ class _Lowering:
         if stage is not None:
             hint, loc = self.s.hints.get(op.name, (Hint.EVICT_NORMAL, None))
             stream = StreamPlan(
-                weight=op.weights["weight"].name, stage_bytes=stage["bytes"], per_tile=stage["per_tile"], stage_rows=stage["rows"],
-                stage_k=stage["k"], hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
+                weight=op.weights["weight"].name, stage_bytes=stage["bytes"], per_tile=stage["per_tile"],
+                stage_rows=stage["rows"], stage_k=stage["k"], hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
             )  # fmt: skip
         compute = "compute" in {r.name for r in op.roles()}
+        scratch = "scratch" if compute else "outbox" if op.kind == "expert_gemm" else None
         pointers = {port: w.name for port, w in op.weights.items()}
         if stage is not None and op.weights["weight"].dtype is DType.NVFP4:
             pointers["scale"] = f"{op.weights['weight'].name}_scale"
@@ -248,7 +257,7 @@ class _Lowering:
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,
             barriers={"group": f"group_{op.name}"} if compute else {},
-            regions={"scratch": f"scratch_{op.name}"} if compute else {"outbox": f"outbox_{op.name}"} if op.kind == "expert_gemm" else {},
+            regions={scratch: f"{scratch}_{op.name}"} if scratch else {},
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(), stream=stream,
             weight_bytes=cost.weight_bytes, activation_bytes=cost.activation_bytes, operations=cost.operations,
@@ -265,7 +274,9 @@ class _Lowering:
             for i, op in enumerate(self.g.ops)
         )
 
-    def _kernel(self, name: str, ops: list[Op], channels: tuple[ChannelPlan, ...], *, first: bool, last: bool) -> KernelPlan:
+    def _kernel(
+        self, name: str, ops: list[Op], channels: tuple[ChannelPlan, ...], *, first: bool, last: bool
+    ) -> KernelPlan:
         by_name = {c.name: c for c in channels}
         programs: list[list[StepPlan]] = [[] for _ in range(self.s.warps_per_block)]
         for warp, steps in enumerate(programs):
@@ -273,9 +284,12 @@ class _Lowering:
         grouped: list[ProgramPlan] = []
         for warp, steps in enumerate(programs):
             previous = grouped[-1] if grouped else None
-            if previous is not None and warp % WARPGROUP and _same(previous.steps, steps):
-                grouped[-1] = previous.model_copy(update={"count": previous.count + 1})
-            elif previous is not None and warp > WARPGROUP and previous.first >= WARPGROUP and _same(previous.steps, steps):
+            if (previous is not None and warp % WARPGROUP and _same(previous.steps, steps)) or (
+                previous is not None
+                and warp > WARPGROUP
+                and previous.first >= WARPGROUP
+                and _same(previous.steps, steps)
+            ):
                 grouped[-1] = previous.model_copy(update={"count": previous.count + 1})
             else:
                 grouped.append(ProgramPlan(first=warp, count=1, steps=tuple(self._numbered(steps))))
@@ -288,7 +302,9 @@ class _Lowering:
             self.steps += 1
         return out
 
-    def _program(self, warp: int, ops: list[Op], channels: dict[str, ChannelPlan], first_kernel: bool) -> list[StepPlan]:
+    def _program(
+        self, warp: int, ops: list[Op], channels: dict[str, ChannelPlan], first_kernel: bool
+    ) -> list[StepPlan]:
         steps: list[StepPlan] = []
         for op in ops:
             if not self.fused:
@@ -302,7 +318,11 @@ class _Lowering:
                     steps += self._role(op, role.name, warps, channels)
             if op.name in self.points and self.fused and warp in self._point_warps(op.name):
                 use = BarrierUse(barrier=f"point_{op.name}", action="arrive", per="launch")
-                steps.append(StepPlan(op=None, call="signal_point", barriers=(use,), index=0, source=source(self.points[op.name].loc)))
+                steps.append(
+                    StepPlan(
+                        op=None, call="signal_point", barriers=(use,), index=0, source=source(self.points[op.name].loc)
+                    )
+                )
         return self._framed(warp, ops, steps, channels, first_kernel)
 
     def _last_warps(self, ops: list[Op]) -> tuple[int, ...]:
@@ -368,7 +388,7 @@ class _Lowering:
             ]
             return StepPlan(
                 op=op.name, call=call, args=args, reads=reads, writes=writes,
-                barriers=tuple([*(w for w in waits if w is not None), *uses, *arrivals]), index=0, source=where,
+                barriers=(*(w for w in waits if w is not None), *uses, *arrivals), index=0, source=where,
             )  # fmt: skip
 
         if spec.stream:
@@ -441,7 +461,15 @@ class _Lowering:
         ports = {**op.inputs, **op.outputs}
         reads = tuple(ports[x] for x in op.role("load_weights").reads)
         waits = tuple(BarrierUse(barrier="table_ready", action="wait", per="launch") for _ in reads)
-        return StepPlan(op=op.name, call="prefetch_l2", args=(first, last), reads=reads, barriers=waits, index=0, source=source(p.loc))
+        return StepPlan(
+            op=op.name,
+            call="prefetch_l2",
+            args=(first, last),
+            reads=reads,
+            barriers=waits,
+            index=0,
+            source=source(p.loc),
+        )
 
 
 def _service(call: str, loc: Loc | None = None, writes: tuple[str, ...] = ()) -> StepPlan:

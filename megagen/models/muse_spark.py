@@ -85,7 +85,7 @@ def expert_block(
     tensors: list[Tensor] = []
 
     def tensor(name: str, *shape: int, dtype: DType = DType.BF16, **more: object) -> str:
-        tensors.append(Tensor(name=name, shape=shape, dtype=dtype, **more))  # type: ignore[arg-type]
+        tensors.append(Tensor(name=name, shape=shape, dtype=dtype, **more))
         return name
 
     stream = tensor("stream", t, h, dtype=DType.FP32, kind=TensorKind.INPUT)
@@ -111,11 +111,18 @@ def expert_block(
         return Weight(name=name, rows=size, k=1, dtype=dtype, names=(checkpoint,), planes=planes)
 
     def matrix(name: str, rows: int, k: int, checkpoint: str, dtype: DType = DType.BF16, **more: object) -> Weight:
-        return Weight(name=name, rows=rows, k=k, dtype=dtype, names=(checkpoint,), **more)  # type: ignore[arg-type]
+        return Weight(name=name, rows=rows, k=k, dtype=dtype, names=(checkpoint,), **more)
 
     down_rows, down_k = (m // tp, i) if split == "nn" else (m, i // tp)
     gate_up_weight = matrix(
-        "gate_up_weight", 2 * i // tp, m, "mlp.experts.gate_up_proj", edtype, shard=Shard.ROWS, experts=c.experts, gate_up=True
+        "gate_up_weight",
+        2 * i // tp,
+        m,
+        "mlp.experts.gate_up_proj",
+        edtype,
+        shard=Shard.ROWS,
+        experts=c.experts,
+        gate_up=True,
     )
     down_weight = matrix(
         "down_weight", down_rows, down_k, "mlp.experts.down_proj", edtype,
@@ -204,11 +211,16 @@ def _refuse_unfit(c: MuseSparkConfig, tp: int, tokens: int, split: str, experts:
     refuse(split not in ("nn", "nk"), f"split={split!r}", 'split is "nn" or "nk"')
     refuse(experts not in ("nvfp4", "bf16"), f"experts={experts!r}", 'experts are "nvfp4" or "bf16"')
     for name, size in (("hidden", c.hidden), ("moe_hidden", c.moe_hidden), ("intermediate", c.intermediate)):
-        refuse(size < 1 or size % (16 * tp) != 0, f"{name}={size} does not divide into {tp} shards of whole 16-row blocks")
+        refuse(
+            size < 1 or size % (16 * tp) != 0, f"{name}={size} does not divide into {tp} shards of whole 16-row blocks"
+        )
         least = 16 * (tp - 1)
         refuse(size // tp < least, f"{name}={size} makes shards of less than {least}: stand-in ranks rotate that far")
     for name, size in (("hidden", c.hidden), ("moe_hidden", c.moe_hidden)):
-        refuse(size % ROW != 0, f"{name}={size} is no multiple of {ROW}: a norm's warps take {ROW} elements of a row at once")
+        refuse(
+            size % ROW != 0,
+            f"{name}={size} is no multiple of {ROW}: a norm's warps take {ROW} elements of a row at once",
+        )
     refuse(c.experts % 16 != 0 or not 16 <= c.experts <= 256, f"experts={c.experts}: a multiple of 16, at most 256")
     refuse(c.top_k != 8, f"top_k={c.top_k}: the routing tables hold 8 experts a token")
 

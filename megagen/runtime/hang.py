@@ -24,8 +24,8 @@ class State(IntEnum):
 class HangRecord:
     """One warp's wait. ``step`` is StepPlan.index, ``edge`` the index of a channel or barrier of the Plan.
 
-    ``phase`` is the parity or count waited for, or (lamport) the copy; ``slot`` the stage or (lamport) the first element
-    of what a lane was reading; ``epoch`` counts launches.
+    ``phase`` is the parity or count waited for, or (lamport) the copy; ``slot`` the stage or (lamport) the first
+    element of what a lane was reading; ``epoch`` counts launches.
     """
 
     state: State
@@ -87,7 +87,8 @@ class _Names:
             s.index: s for k in plan.kernels for program in k.programs for s in program.steps
         }
         # Data comes before the barriers that stall because it is missing.
-        self._order = {e.index: i for i, e in enumerate([*plan.channels, *plan.barriers])}
+        edges = (*(c.index for c in plan.channels), *(b.index for b in plan.barriers))
+        self._order = {edge: i for i, edge in enumerate(edges)}
         self._edges = {c.index: (f"channel '{c.name}' ({c.kind})", c.source) for c in plan.channels}
         self._edges |= {b.index: (f"barrier '{b.name}'", Source()) for b in plan.barriers}
 

@@ -41,7 +41,8 @@ class System:
             raise DeviceError(f"rank {self.rank} of {self.live} live ranks in a world of {self.world} is impossible")
         if not 0 <= self.timeout_ms <= MAX_TIMEOUT_MS:
             raise DeviceError(
-                f"a timeout of {self.timeout_ms} ms: the device counts nanoseconds in 32 bits", hint=f"0 to {MAX_TIMEOUT_MS} ms"
+                f"a timeout of {self.timeout_ms} ms: the device counts nanoseconds in 32 bits",
+                hint=f"0 to {MAX_TIMEOUT_MS} ms",
             )
         if len(self.heaps) != self.live:
             raise DeviceError(f"{len(self.heaps)} heaps for {self.live} live ranks")

@@ -177,8 +177,8 @@ class Session:
     def set_route_override(self, table: torch.Tensor | None) -> None:
         """Expert ids that replace the router's in the launches that follow; int32 [tokens, top_k], distinct in a row.
 
-        A row of -1 keeps the router's choice, None all of them. For benches and tests. Takes a host tensor, whose ids are checked, or a device tensor, whose are not (that
-        would stall the stream): the caller vouches for them.
+        A row of -1 keeps the router's choice, None all of them. For benches and tests. Takes a host tensor, whose ids
+        are checked, or a device tensor, whose are not (that would stall the stream): the caller vouches for them.
         """
         if table is None:
             self._routes.fill_(-1)
@@ -202,7 +202,9 @@ class Session:
             raise DeviceError(f"a route override names an expert outside -1 to {self.experts - 1}")
         whole = (table >= 0).all(1)
         if bool(((table >= 0).any(1) & ~whole).any()):
-            raise DeviceError("a route override forces some of a token's experts", hint="force all of them, or none (-1)")
+            raise DeviceError(
+                "a route override forces some of a token's experts", hint="force all of them, or none (-1)"
+            )
         ordered = table[whole].sort(1).values
         if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
             raise DeviceError("a route override names an expert twice for one token")

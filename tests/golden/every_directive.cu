@@ -68,7 +68,7 @@ struct DonePooledPartials {
 }  // namespace barrier
 
 namespace channel {
-struct Normed {  // counter, every_directive.py:34
+struct Normed {  // counter, every_directive.py:47
   static constexpr Sync kKind = Sync::kCounter;
   static constexpr u32 kOffset = 92928, kBytes = 262144, kCopies = 2, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -76,7 +76,7 @@ struct Normed {  // counter, every_directive.py:34
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, every_directive.py:35
+struct Logits {  // lamport, every_directive.py:48
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 617472, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -92,7 +92,7 @@ struct Routes {  // lamport
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // cluster, every_directive.py:37
+struct PooledPartials {  // cluster, every_directive.py:50
   static constexpr Sync kKind = Sync::kCluster;
   static constexpr u32 kOffset = 0, kBytes = 0, kCopies = 1, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -102,7 +102,7 @@ struct PooledPartials {  // cluster, every_directive.py:37
   using Done = barrier::DonePooledPartials;
   static constexpr u32 kSharedOffset = 177408, kChunks = 8, kRowBlocks = 32;
 };
-struct Pooled {  // flag, every_directive.py:38
+struct Pooled {  // flag, every_directive.py:51
   static constexpr Sync kKind = Sync::kFlag;
   static constexpr u32 kOffset = 881664, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -118,7 +118,7 @@ struct ExpertIn {  // lamport
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, every_directive.py:39
+struct ExpertMid {  // lamport, every_directive.py:52
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1537280, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -221,7 +221,7 @@ struct KernelPolicy {
 using Ctx = Context<KernelPolicy>;
 
 namespace policy {
-struct PreFfnNorm {  // every_directive.py:25
+struct PreFfnNorm {  // every_directive.py:38
   using In = Input<tensor::Stream>;
   using Out = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
@@ -230,7 +230,7 @@ struct PreFfnNorm {  // every_directive.py:25
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
 };
-struct Router {  // every_directive.py:18
+struct Router {  // every_directive.py:31
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
@@ -241,7 +241,7 @@ struct Router {  // every_directive.py:18
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
 };
-struct Pooler {  // every_directive.py:18
+struct Pooler {  // every_directive.py:31
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::PooledPartials>;
   using Out = Channel<channel::Pooled>;
@@ -253,7 +253,7 @@ struct Pooler {  // every_directive.py:18
   static constexpr u32 kStageBytes = 32768, kHint = 2, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
 };
-struct TopK {  // every_directive.py:24
+struct TopK {  // every_directive.py:37
   using Logits = Channel<channel::Logits>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -265,7 +265,7 @@ struct TopK {  // every_directive.py:24
   static constexpr float kScale = 1.0f;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
-struct PreExpertNorm {  // every_directive.py:25
+struct PreExpertNorm {  // every_directive.py:38
   using In = Channel<channel::Pooled>;
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
@@ -274,7 +274,7 @@ struct PreExpertNorm {  // every_directive.py:25
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
-struct GateUp {  // every_directive.py:18
+struct GateUp {  // every_directive.py:31
   using In = Channel<channel::ExpertIn>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertMid>;
@@ -293,7 +293,7 @@ struct GateUp {  // every_directive.py:18
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
-struct Down {  // every_directive.py:18
+struct Down {  // every_directive.py:31
   using In = Channel<channel::ExpertMid>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertOut>;
@@ -312,7 +312,7 @@ struct Down {  // every_directive.py:18
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
-struct Combine {  // every_directive.py:25
+struct Combine {  // every_directive.py:38
   using In = Channel<channel::ExpertOut>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -325,7 +325,7 @@ struct Combine {  // every_directive.py:25
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
-struct Unpooler {  // every_directive.py:18
+struct Unpooler {  // every_directive.py:31
   using In = Channel<channel::Combined>;
   using Partials = Channel<channel::UnpooledPartials>;
   using Out = Channel<channel::Unpooled>;
@@ -337,7 +337,7 @@ struct Unpooler {  // every_directive.py:18
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
 };
-struct Residual {  // every_directive.py:25
+struct Residual {  // every_directive.py:38
   using Stream = Input<tensor::Stream>;
   using Out = Output<tensor::StreamOut>;
   using In = Channel<channel::Unpooled>;
@@ -359,64 +359,64 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
     ptx::setmaxnreg_dec<104>();
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:18
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
       ctx.step = 1;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:18
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
       ctx.attach();
       ctx.step = 3;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:18
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:31
       ctx.step = 4;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:18
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:31
       ctx.step = 5;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx);  // every_directive.py:18
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx);  // every_directive.py:31
       ctx.step = 6;
-      Event<barrier::PointDown>::wait(ctx);  // every_directive.py:31
+      Event<barrier::PointDown>::wait(ctx);  // every_directive.py:44
       ctx.step = 7;
-      ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:18
+      ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:31
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.attach();
-      ctx.trigger();  // every_directive.py:41
+      ctx.trigger();  // every_directive.py:54
       ctx.step = 11;
-      ops::TopK<policy::TopK>::select(ctx);  // every_directive.py:24
+      ops::TopK<policy::TopK>::select(ctx);  // every_directive.py:37
       ctx.step = 12;
-      ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:24
+      ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:37
       ctx.step = 13;
-      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:31
-      Channel<channel::Normed>::reset(ctx);  // every_directive.py:26
-      Channel<channel::Routes>::reset(ctx);  // every_directive.py:26
-      Channel<channel::Pooled>::reset(ctx);  // every_directive.py:26
-      Channel<channel::ExpertIn>::reset(ctx);  // every_directive.py:26
-      Channel<channel::ExpertMid>::reset(ctx);  // every_directive.py:26
-      Channel<channel::ExpertOut>::reset(ctx);  // every_directive.py:26
-      Channel<channel::Combined>::reset(ctx);  // every_directive.py:26
-      Channel<channel::UnpooledPartials>::reset(ctx);  // every_directive.py:26
-      Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:26
+      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:44
+      Channel<channel::Normed>::reset(ctx);  // every_directive.py:39
+      Channel<channel::Routes>::reset(ctx);  // every_directive.py:39
+      Channel<channel::Pooled>::reset(ctx);  // every_directive.py:39
+      Channel<channel::ExpertIn>::reset(ctx);  // every_directive.py:39
+      Channel<channel::ExpertMid>::reset(ctx);  // every_directive.py:39
+      Channel<channel::ExpertOut>::reset(ctx);  // every_directive.py:39
+      Channel<channel::Combined>::reset(ctx);  // every_directive.py:39
+      Channel<channel::UnpooledPartials>::reset(ctx);  // every_directive.py:39
+      Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:39
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.attach();
       ctx.step = 16;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:19
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:32
       ctx.step = 17;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:19
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:32
       ctx.step = 18;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:19
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:32
       ctx.step = 19;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:19
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:32
       ctx.step = 20;
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:31
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
       ctx.step = 21;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:19
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:32
     }
     else if (ctx.warp == 3) {  // warp 3
       ctx.attach();
       ctx.step = 23;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:20
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:33
       ctx.step = 24;
-      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:32
+      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:45
       ctx.step = 25;
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:20
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:33
     }
   }
   else {
@@ -424,25 +424,25 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
     if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
       ctx.attach();
       ctx.step = 27;
-      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:25
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:38
       ctx.step = 28;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:19
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:32
       ctx.step = 29;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:19
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:32
       ctx.step = 30;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:25
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:38
       ctx.step = 31;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:19
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:32
       ctx.step = 32;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:19
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:32
       ctx.step = 33;
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:31
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
       ctx.step = 34;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // every_directive.py:25
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // every_directive.py:38
       ctx.step = 35;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:19
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:32
       ctx.step = 36;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:25
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:38
     }
   }
   ctx.end(true);

@@ -4,9 +4,22 @@ To be lowered and compiled, not run: it drops a message on purpose.
 """
 
 from megagen.dsl import (
-    ALL_ONES, L2, POSITIVE_ZERO, KiB, Machine, Schedule, by_launch, by_reader, cluster, counter, evict_first, evict_last,
-    flag, lamport, mbarrier,
-)  # fmt: skip
+    ALL_ONES,
+    L2,
+    POSITIVE_ZERO,
+    KiB,
+    Machine,
+    Schedule,
+    by_launch,
+    by_reader,
+    cluster,
+    counter,
+    evict_first,
+    evict_last,
+    flag,
+    lamport,
+    mbarrier,
+)
 from megagen.models import muse_spark
 
 

@@ -79,38 +79,44 @@ struct Combine {
     return square;
   }
 
-  // kBatch (token, slot) rows of the slice; the ranks' contributions added in rank order when K was sharded.
+  // kBatch (token, slot) rows of the slice.
   template <class Ctx>
   MEGAGEN_DEVICE bool read_slots(Ctx& ctx, u32 row, u32 slice, u32 (&x)[kTopK][kN][4], u32 first) {
-    constexpr u32 kPartStride = Ctx::Kernel::kTokens * kTopK * Op::kWidth;
-    constexpr u32 kEach = Op::kParts * kN;
-    uint4 v[kBatch * kEach];
-    if (!Op::In::read(ctx, v, true, [&](u32 i) {
-          return i % kEach / kN * kPartStride + (row + i / kEach) * Op::kWidth + Slice::element(slice, ctx.lane, i % kN);
-        }))
-      return false;
+    const auto element = [&](u32 s, u32 i) { return (row + s) * Op::kWidth + Slice::element(slice, ctx.lane, i); };
+    if constexpr (Op::kParts == 1) {
+      uint4 v[kBatch * kN];
+      if (!Op::In::read(ctx, v, true, [&](u32 i) { return element(i / kN, i % kN); })) return false;
 #pragma unroll
-    for (u32 s = 0; s < kBatch; ++s) {
+      for (u32 i = 0; i < kBatch * kN; ++i) {
+        u32(&to)[4] = x[first + i / kN][i % kN];
+        to[0] = v[i].x, to[1] = v[i].y, to[2] = v[i].z, to[3] = v[i].w;
+      }
+    } else {
 #pragma unroll
       for (u32 i = 0; i < kN; ++i) {
-        u32(&to)[4] = x[first + s][i];
-        const uint4 only = v[s * kEach + i];
-        to[0] = only.x, to[1] = only.y, to[2] = only.z, to[3] = only.w;
-        if constexpr (Op::kParts > 1) {
-          float sum[8];
-          unpack<8>(only, sum);
-#pragma unroll
-          for (u32 part = 1; part < Op::kParts; ++part) {
-            float more[8];
-            unpack<8>(v[s * kEach + part * kN + i], more);
-#pragma unroll
-            for (u32 e = 0; e < 8; ++e) sum[e] += more[e];
-          }
-#pragma unroll
-          for (u32 e = 0; e < 4; ++e) to[e] = ptx::cvt_bf16x2(sum[2 * e], sum[2 * e + 1]);
-        }
+        if (!sum_parts(ctx, element(0, i), x[first][i])) return false;
       }
     }
+    return true;
+  }
+
+  // A vector when K was sharded: the ranks' contributions added in rank order, rounded to bf16 once.
+  template <class Ctx>
+  MEGAGEN_DEVICE bool sum_parts(Ctx& ctx, u32 element, u32 (&to)[4]) {
+    constexpr u32 kPartStride = Ctx::Kernel::kTokens * kTopK * Op::kWidth;
+    uint4 v[Op::kParts];
+    if (!Op::In::read(ctx, v, true, [&](u32 part) { return part * kPartStride + element; })) return false;
+    float sum[8];
+    unpack<8>(v[0], sum);
+#pragma unroll
+    for (u32 part = 1; part < Op::kParts; ++part) {
+      float more[8];
+      unpack<8>(v[part], more);
+#pragma unroll
+      for (u32 e = 0; e < 8; ++e) sum[e] += more[e];
+    }
+#pragma unroll
+    for (u32 e = 0; e < 4; ++e) to[e] = ptx::cvt_bf16x2(sum[2 * e], sum[2 * e + 1]);
     return true;
   }
 };

@@ -1,4 +1,4 @@
-"""What changes the arithmetic, on the GPU: splits, expert formats, tensor-parallel sizes, a checkpoint of transformers."""
+"""What changes the arithmetic, on the GPU: splits, expert formats, tensor-parallel sizes, a transformers checkpoint."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def test_a_checkpoint_of_transformers_gives_the_same_block(rig: Any, tmp_path: P
     from megagen.bench.verify import random_stream
     from megagen.models.muse_spark import MuseSparkConfig
     from megagen.ops.compare import judge
+    from megagen.ops.reference import evaluate
     from megagen.weights.checkpoint import load_layer, load_reference
 
     hf = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
@@ -78,9 +79,8 @@ def test_a_checkpoint_of_transformers_gives_the_same_block(rig: Any, tmp_path: P
     }  # fmt: skip
     config = HFConfig(text_config=text, vision_config=vision, audio_config=audio)
     model = hf.MuseSparkForConditionalGeneration._from_config(config, dtype=torch.bfloat16).requires_grad_(False)
-    for name, p in model.named_parameters():
-        if "layers." in name:  # activations of order one, gates and norms that matter
-            p.data.normal_(0, 0.3 if p.dim() == 1 else p.shape[-1] ** -0.5)
+    for name, p in model.model.language_model.named_parameters():  # activations of order one, scores apart
+        torch.nn.init.normal_(p, std=0.1 if p.ndim == 1 else p.shape[-1] ** -0.5 * (8 if "mlp.gate." in name else 1))
     model.save_pretrained(tmp_path)
 
     def weights(graph: Any) -> Any:
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_transformers_gives_the_same_block(rig: Any, tmp_path: P
         rows = random_stream(16, made.graph, 0, torch.device("cuda"))
         checks = made.check(16, seeds=range(4))
         assert not [str(x) for x in checks if not x]
-        ours = made.launch(rows)["stream_out"]
+        found = made.launch(rows)
         layers = [m for m in model.modules() if isinstance(m, hf.MuseSparkTextDecoderLayer)]
 
         def block(dtype: torch.dtype) -> torch.Tensor:
@@ -105,6 +105,12 @@ def test_a_checkpoint_of_transformers_gives_the_same_block(rig: Any, tmp_path: P
 
         model16 = block(torch.bfloat16)
         reference = block(torch.float32)
-        assert judge(ours, reference, model16)
+        # where a score's rounding changes an expert, the block computes something else: those tokens say nothing here
+        env = {**made.env, made.input_name: rows}
+        ids = [evaluate(made.graph, env, d)["routes.ids"].sort(1).values for d in (torch.float32, torch.bfloat16)]
+        ids.append(found["routes"][:, :8].long().sort(1).values)
+        same = (ids[0] == ids[1]).all(1) & (ids[0] == ids[2]).all(1)
+        assert same.sum() >= 12
+        assert judge(found["stream_out"][same], reference[same], model16[same])
     finally:
         made.session.close()

@@ -33,31 +33,31 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 169168, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 132304, kSlots = 3, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 169200, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 132328, kSlots = 3, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 169232, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 132352, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 169248, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 132368, kSlots = 2, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 169264, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 132384, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreFfnNorm {
-  static constexpr u32 kOffset = 169272, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 132392, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 169280, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 132400, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 169288, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 132408, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 169296, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 132416, kSlots = 1, kCount = 8, kIndex = 8;
 };
 }  // namespace barrier
 
@@ -166,18 +166,18 @@ struct StreamOut {
 struct RingPolicy {
   using Full = barrier::RingFull;
   using Empty = barrier::RingEmpty;
-  static constexpr u32 kStages = 4, kStageBytes = 36864, kOffset = 0;
+  static constexpr u32 kStages = 3, kStageBytes = 36864, kOffset = 0;
 };
 
 struct AccumPolicy {
   using Full = barrier::AccumFull;
   using Empty = barrier::AccumEmpty;
-  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 147456;
+  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 110592;
 };
 
 struct TablePolicy {
   using Ready = barrier::TableReady;
-  static constexpr u32 kOffset = 163840;
+  static constexpr u32 kOffset = 126976;
 };
 
 struct KernelPolicy {
@@ -216,7 +216,7 @@ struct PreFfnNorm {  // muse_moe.py:44
   using Out = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-05f;
-  static constexpr u32 kScratch = 167952;
+  static constexpr u32 kScratch = 131088;
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
 };
@@ -260,7 +260,7 @@ struct PreExpertNorm {  // muse_moe.py:44
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
   static constexpr float kEps = 1e-05f;
-  static constexpr u32 kScratch = 168016;
+  static constexpr u32 kScratch = 131152;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -279,7 +279,7 @@ struct GateUp {  // muse_moe.py:41
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kReduce = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 168080;
+  static constexpr u32 kOutbox = 131216;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -298,7 +298,7 @@ struct Down {  // muse_moe.py:41
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kReduce = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 168336;
+  static constexpr u32 kOutbox = 131472;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
@@ -311,7 +311,7 @@ struct Combine {  // muse_moe.py:44
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 168592;
+  static constexpr u32 kScratch = 131728;
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
@@ -333,7 +333,7 @@ struct Residual {  // muse_moe.py:44
   using In = Channel<channel::Unpooled>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
-  static constexpr u32 kScratch = 169104;
+  static constexpr u32 kScratch = 132240;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
@@ -349,16 +349,16 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
       ctx.step = 1;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
       ctx.attach();
       ctx.step = 3;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
       ctx.step = 4;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
       ctx.step = 5;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 4>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1

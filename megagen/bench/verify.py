@@ -209,7 +209,9 @@ class Verifier:
                 found[name] = (ours, *(x[whole].narrow(1, first, ours.shape[1]) for x in (reference, model)))
             else:
                 ours = _sum(value.float()) if self.graph.tensors[name].reduce else value
-                found[name] = (ours, reference[name], model[name])
+                width = ours.shape[-1]  # a tensor that stays on its rank is this rank's slice of the whole
+                first = 0 if width == reference[name].shape[-1] else self._first_rank() * width
+                found[name] = (ours, *(x[name].narrow(-1, first, width) for x in (reference, model)))
         return found
 
     def _first_rank(self) -> int:

@@ -54,7 +54,7 @@ def error(plan: Plan, abort: int, records: Sequence[HangRecord], *, timeout_ms: 
     for the edge that comes first in the Plan, its notes count the other waiting warps by what they waited for.
     """
     names = _Names(plan)
-    if not records:
+    if not any(r.state is State.EXPIRED for r in records):
         place, warp = divmod(abort - 1, plan.launch.warps)
         rank, block = divmod(place, plan.launch.blocks)
         where = f"rank {rank}, block {block}, warp {warp}"

@@ -16,77 +16,79 @@ constexpr u32 kLastEpoch = 0xfffffffbu;
 
 template <class K>
 struct Context {
-  using Kernel = K;
-  using Ring = megagen::Ring<typename K::Ring>;
-  using Accum = AccumRing<typename K::Accum>;
+    using Kernel = K;
+    using Ring = megagen::Ring<typename K::Ring>;
+    using Accum = AccumRing<typename K::Accum>;
 
-  const typename K::Params& p;
-  u32 shared;
-  u32 block = blockIdx.x;
-  u32 warp = threadIdx.x / 32;
-  u32 lane = threadIdx.x % 32;
-  u32 tokens = 0;
-  u32 odd = 0;  // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
-  u32 third = 0;
-  u32 step = 0;
-  bool dead = false;
-  Cursor<K::Ring::kStages> ring;
-  Cursor<K::Accum::kSlots> accum;
-  u32 ring_loads = 0;
+    const typename K::Params& p;
+    u32 shared;
+    u32 block = blockIdx.x;
+    u32 warp = threadIdx.x / 32;
+    u32 lane = threadIdx.x % 32;
+    u32 tokens = 0;
+    u32 odd = 0; // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
+    u32 third = 0;
+    u32 step = 0;
+    bool dead = false;
+    Cursor<K::Ring::kStages> ring;
+    Cursor<K::Accum::kSlots> accum;
+    u32 ring_loads = 0;
 
-  __device__ __forceinline__ Context(const typename K::Params& params, const void* shared_base)
-      : p(params), shared(ptx::shared_address(shared_base)) {}
+    __device__ __forceinline__ Context(const typename K::Params& params, const void* shared_base)
+        : p(params)
+        , shared(ptx::shared_address(shared_base)) {}
 
-  // Barriers are ready in the whole cluster when this returns.
-  __device__ __forceinline__ void begin() {
-    if (threadIdx.x == 0) {
-      K::init_barriers(*this);
-      ptx::fence_mbarrier_init();
+    // Barriers are ready in the whole cluster when this returns.
+    __device__ __forceinline__ void begin() {
+        if (threadIdx.x == 0) {
+            K::init_barriers(*this);
+            ptx::fence_mbarrier_init();
+        }
+        __syncthreads();
+        if constexpr (K::kCluster > 1) {
+            ptx::cluster_arrive_relaxed();
+            ptx::cluster_wait();
+        }
     }
-    __syncthreads();
-    if constexpr (K::kCluster > 1) {
-      ptx::cluster_arrive_relaxed();
-      ptx::cluster_wait();
+
+    // What this launch works on. Every warp, before it reads anything that an earlier launch wrote.
+    __device__ __forceinline__ void attach() {
+        if constexpr (K::kPdl) ptx::griddepcontrol_wait();
+        const u32 wanted = ptx::ld_relaxed_sys(p.sys.control);
+        tokens = wanted < K::kTokens ? wanted : K::kTokens;
+        const u32 launches = epoch();
+        odd = launches % 2;
+        third = launches % 3;
+        dead = dead || ptx::ld_relaxed_sys(heap() + K::kAbortOffset) != 0;
     }
-  }
 
-  // What this launch works on. Every warp, before it reads anything that an earlier launch wrote.
-  __device__ __forceinline__ void attach() {
-    if constexpr (K::kPdl) ptx::griddepcontrol_wait();
-    const u32 wanted = ptx::ld_relaxed_sys(p.sys.control);
-    tokens = wanted < K::kTokens ? wanted : K::kTokens;
-    const u32 launches = epoch();
-    odd = launches % 2;
-    third = launches % 3;
-    dead = dead || ptx::ld_relaxed_sys(heap() + K::kAbortOffset) != 0;
-  }
+    // This rank's exchange memory.
+    __device__ __forceinline__ u8* heap() const { return p.sys.heap[p.sys.rank]; }
 
-  // This rank's exchange memory.
-  __device__ __forceinline__ u8* heap() const { return p.sys.heap[p.sys.rank]; }
+    // Completed launches, as this block counts them.
+    __device__ __forceinline__ u32 epoch() const { return ptx::ld_relaxed_gpu(heap() + K::kEpochOffset + 4 * block); }
 
-  // Completed launches, as this block counts them.
-  __device__ __forceinline__ u32 epoch() const { return ptx::ld_relaxed_gpu(heap() + K::kEpochOffset + 4 * block); }
-
-  __device__ __forceinline__ void trigger() {
-    if constexpr (K::kPdl) ptx::griddepcontrol_launch_dependents();
-  }
-
-  // The producer's last step: a block may not leave before its own copies have landed, and when the launch is given up
-  // those that consume them do not say so.
-  __device__ __forceinline__ void drain() { Ring::drain(*this); }
-
-  // All warps meet: no one still reads the epoch, and no block leaves while its cluster may write to it.
-  __device__ __forceinline__ void end(bool advance_epoch) {
-    debug::report(*this);
-    __syncthreads();
-    if (advance_epoch && threadIdx.x == 0) ptx::red_inc_relaxed_gpu(heap() + K::kEpochOffset + 4 * block, kLastEpoch);
-    if constexpr (K::kCluster > 1) {
-      ptx::cluster_arrive_relaxed();
-      ptx::cluster_wait();
+    __device__ __forceinline__ void trigger() {
+        if constexpr (K::kPdl) ptx::griddepcontrol_launch_dependents();
     }
-  }
 
-  __device__ __forceinline__ u32 table_used() const { return ptx::ld_shared_u32(shared + K::Table::kOffset); }
+    // The producer's last step: a block may not leave before its own copies have landed, and when the launch is given
+    // up those that consume them do not say so.
+    __device__ __forceinline__ void drain() { Ring::drain(*this); }
+
+    // All warps meet: no one still reads the epoch, and no block leaves while its cluster may write to it.
+    __device__ __forceinline__ void end(bool advance_epoch) {
+        debug::report(*this);
+        __syncthreads();
+        if (advance_epoch && threadIdx.x == 0)
+            ptx::red_inc_relaxed_gpu(heap() + K::kEpochOffset + 4 * block, kLastEpoch);
+        if constexpr (K::kCluster > 1) {
+            ptx::cluster_arrive_relaxed();
+            ptx::cluster_wait();
+        }
+    }
+
+    __device__ __forceinline__ u32 table_used() const { return ptx::ld_shared_u32(shared + K::Table::kOffset); }
 };
 
-}  // namespace megagen
+} // namespace megagen

@@ -16,25 +16,23 @@ constexpr u32 kMaxRanks = 8;
 
 // What every kernel gets beside its tensors. Mirrored by megagen/runtime.
 struct System {
-  u8* heap[kMaxRanks];        // each live rank's exchange memory
-  const u32* control;         // [0] = tokens of this launch
-  const int* route_override;  // [tokens][top_k] expert ids, -1 = keep; null = none
-  u32 rank;                   // live rank
-  u32 live;                   // live ranks
-  u32 world;                  // ranks including stand-ins
-  u32 timeout_ns;             // bound of every wait; 0 = only an abort ends it
-  u32 reserved[8];
+    u8* heap[kMaxRanks];       // each live rank's exchange memory
+    const u32* control;        // [0] = tokens of this launch
+    const int* route_override; // [tokens][top_k] expert ids, -1 = keep; null = none
+    u32 rank;                  // live rank
+    u32 live;                  // live ranks
+    u32 world;                 // ranks including stand-ins
+    u32 timeout_ns;            // bound of every wait; 0 = only an abort ends it
+    u32 reserved[8];
 };
 static_assert(sizeof(System) == 128, "runtime packs 128 bytes");
 
 // A contiguous share of n tiles: the same rule on every block, so any block count works.
 struct Range {
-  u32 first;
-  u32 last;
+    u32 first;
+    u32 last;
 };
 
-MEGAGEN_DEVICE Range share_of(u32 n, u32 part, u32 parts) {
-  return {n * part / parts, n * (part + 1) / parts};
-}
+MEGAGEN_DEVICE Range share_of(u32 n, u32 part, u32 parts) { return {n * part / parts, n * (part + 1) / parts}; }
 
-}  // namespace megagen
+} // namespace megagen

@@ -15,284 +15,292 @@ enum class Sync : u32 { kLamport, kCounter, kFlag, kCluster };
 enum class Per : u32 { kLaunch, kToken, kExpert };
 
 MEGAGEN_DEVICE u32 nonempty(u32 word, u32 empty, u32 element_bytes) {
-  if (empty == 0) {  // +0 means empty: a real +0 travels as -0
-    if (element_bytes == 4) return word == 0 ? 0x80000000u : word;
-    if ((word & 0x0000ffffu) == 0) word |= 0x00008000u;
-    if ((word & 0xffff0000u) == 0) word |= 0x80000000u;
-  }
-  return word;  // all ones is a NaN that no conversion produces
+    if (empty == 0) { // +0 means empty: a real +0 travels as -0
+        if (element_bytes == 4) return word == 0 ? 0x80000000u : word;
+        if ((word & 0x0000ffffu) == 0) word |= 0x00008000u;
+        if ((word & 0xffff0000u) == 0) word |= 0x80000000u;
+    }
+    return word; // all ones is a NaN that no conversion produces
 }
 
 MEGAGEN_DEVICE u32 nonempty_v(u32 v, u32 empty, u32 size) { return nonempty(v, empty, size); }
-MEGAGEN_DEVICE uint2 nonempty_v(uint2 v, u32 empty, u32 size) { return {nonempty(v.x, empty, size), nonempty(v.y, empty, size)}; }
+MEGAGEN_DEVICE uint2 nonempty_v(uint2 v, u32 empty, u32 size) {
+    return {nonempty(v.x, empty, size), nonempty(v.y, empty, size)};
+}
 MEGAGEN_DEVICE uint4 nonempty_v(uint4 v, u32 empty, u32 size) {
-  return {nonempty(v.x, empty, size), nonempty(v.y, empty, size), nonempty(v.z, empty, size), nonempty(v.w, empty, size)};
+    return {nonempty(v.x, empty, size), nonempty(v.y, empty, size), nonempty(v.z, empty, size),
+            nonempty(v.w, empty, size)};
 }
 
 // Partial sums [chunk][row block][token][16] within a cluster: row blocks are dealt to clusters, and in a cluster each
-// to one block, which keeps its chunks in shared memory at kSharedOffset. Done, a barrier with one arrival, counts bytes.
+// to one block, which keeps its chunks in shared memory at kSharedOffset. Done, a barrier with one arrival, counts
+// bytes.
 template <class D>
 struct ClusterMap {
-  template <class Ctx>
-  MEGAGEN_DEVICE Range share(const Ctx& ctx) {
-    using K = typename Ctx::Kernel;
-    return share_of(D::kRowBlocks, ctx.block / K::kCluster, K::kBlocks / K::kCluster);
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE Range share(const Ctx& ctx) {
+        using K = typename Ctx::Kernel;
+        return share_of(D::kRowBlocks, ctx.block / K::kCluster, K::kBlocks / K::kCluster);
+    }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE u32 offset(u32 place, u32 chunk, u32 token, u32 e) {
-    return D::kSharedOffset + ((place / Ctx::Kernel::kCluster * D::kChunks + chunk) * Ctx::Kernel::kTokens + token) * 64 + e * 4;
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 offset(u32 place, u32 chunk, u32 token, u32 e) {
+        return D::kSharedOffset +
+               ((place / Ctx::Kernel::kCluster * D::kChunks + chunk) * Ctx::Kernel::kTokens + token) * 64 + e * 4;
+    }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, u32 v) {
-    const u32 token = row % Ctx::Kernel::kTokens, unit = row / Ctx::Kernel::kTokens;
-    const u32 place = unit % D::kRowBlocks - share(ctx).first, owner = place % Ctx::Kernel::kCluster;
-    const u32 local = ctx.shared + offset<Ctx>(place, unit / D::kRowBlocks, token, e);
-    const u32 done = Barrier<typename D::Done>::address(ctx, 0);
-    ptx::st_async(ptx::mapa(local, owner), v, ptx::mapa(done, owner));
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, u32 v) {
+        const u32 token = row % Ctx::Kernel::kTokens, unit = row / Ctx::Kernel::kTokens;
+        const u32 place = unit % D::kRowBlocks - share(ctx).first, owner = place % Ctx::Kernel::kCluster;
+        const u32 local = ctx.shared + offset<Ctx>(place, unit / D::kRowBlocks, token, e);
+        const u32 done = Barrier<typename D::Done>::address(ctx, 0);
+        ptx::st_async(ptx::mapa(local, owner), v, ptx::mapa(done, owner));
+    }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE u32 address(const Ctx& ctx, u32 index) {
-    const u32 row = index / 16, unit = row / Ctx::Kernel::kTokens;
-    const u32 place = unit % D::kRowBlocks - share(ctx).first;
-    return ctx.shared + offset<Ctx>(place, unit / D::kRowBlocks, row % Ctx::Kernel::kTokens, index % 16);
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 address(const Ctx& ctx, u32 index) {
+        const u32 row = index / 16, unit = row / Ctx::Kernel::kTokens;
+        const u32 place = unit % D::kRowBlocks - share(ctx).first;
+        return ctx.shared + offset<Ctx>(place, unit / D::kRowBlocks, row % Ctx::Kernel::kTokens, index % 16);
+    }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE bool wait(Ctx& ctx) {
-    if (ctx.dead) return false;
-    constexpr u32 kCluster = Ctx::Kernel::kCluster;
-    const Range r = share(ctx);
-    const u32 n = r.last - r.first, rank = ctx.block % kCluster;
-    const u32 mine = (n + kCluster - 1 - rank) / kCluster;
-    const u32 bar = Barrier<typename D::Done>::address(ctx, 0);
-    if (ctx.lane == 0) ptx::mbarrier_arrive_expect_tx(bar, mine * D::kChunks * ctx.tokens * 64);
-    return wait_until(ctx, D::kIndex, 0, mine, [&] { return ptx::mbarrier_try_wait_parity_cluster(bar, 0); });
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE bool wait(Ctx& ctx) {
+        if (ctx.dead) return false;
+        constexpr u32 kCluster = Ctx::Kernel::kCluster;
+        const Range r = share(ctx);
+        const u32 n = r.last - r.first, rank = ctx.block % kCluster;
+        const u32 mine = (n + kCluster - 1 - rank) / kCluster;
+        const u32 bar = Barrier<typename D::Done>::address(ctx, 0);
+        if (ctx.lane == 0) ptx::mbarrier_arrive_expect_tx(bar, mine * D::kChunks * ctx.tokens * 64);
+        return wait_until(ctx, D::kIndex, 0, mine, [&] { return ptx::mbarrier_try_wait_parity_cluster(bar, 0); });
+    }
 };
 
 template <class D>
 struct Channel {
-  static constexpr bool kLamport = D::kKind == Sync::kLamport;
-  static constexpr bool kClustered = D::kKind == Sync::kCluster;
-  static constexpr u32 kElementBytes = D::kElementBytes;
+    static constexpr bool kLamport = D::kKind == Sync::kLamport;
+    static constexpr bool kClustered = D::kKind == Sync::kCluster;
+    static constexpr u32 kElementBytes = D::kElementBytes;
 
-  template <class Ctx>
-  MEGAGEN_DEVICE Range cluster_share(const Ctx& ctx) {
-    return ClusterMap<D>::share(ctx);
-  }
-
-  // The copy that the launch `ahead` of this one uses.
-  template <class Ctx>
-  MEGAGEN_DEVICE u32 which(const Ctx& ctx, u32 ahead) {
-    static_assert(D::kCopies >= 1 && D::kCopies <= 3, "copies");
-    const u32 now = D::kCopies == 1 ? 0 : D::kCopies == 2 ? ctx.odd : ctx.third;
-    return now + ahead >= D::kCopies ? now + ahead - D::kCopies : now + ahead;
-  }
-
-  template <class Ctx>
-  MEGAGEN_DEVICE u8* copy(const Ctx& ctx, u8* heap, u32 ahead = 0) {
-    return heap + D::kOffset + which(ctx, ahead) * D::kBytes;
-  }
-
-  template <class Ctx>
-  MEGAGEN_DEVICE u8* counter(const Ctx& ctx, u8* heap, u32 ahead = 0) {
-    return heap + D::kCounterOffset + which(ctx, ahead) * 4;
-  }
-
-  // How many copies of a message leave this rank: one to each rank of the world, stand-ins included.
-  template <class Ctx>
-  MEGAGEN_DEVICE u32 destinations(const Ctx& ctx) {
-    return D::kWorld ? ctx.p.sys.world : 1;
-  }
-
-  // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination: live rank
-  // by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements a stand-in.
-  template <class V, class Ctx>
-  MEGAGEN_DEVICE void send_to(const Ctx& ctx, u32 destination, u32 row, u32 e, V v) {
-    if constexpr (D::kFault) {
-      if (row == 0 && e < 16) return;
+    template <class Ctx>
+    MEGAGEN_DEVICE Range cluster_share(const Ctx& ctx) {
+        return ClusterMap<D>::share(ctx);
     }
-    if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
-    if constexpr (D::kKind == Sync::kCluster) {
-      ClusterMap<D>::send(ctx, row, e, v);
-    } else if constexpr (D::kWorld) {
-      const System& sys = ctx.p.sys;
-      const u32 shift = __ffs(sys.world / sys.live) - 1;  // stand-ins of a live rank: a power of two
-      const u32 peer = destination >> shift, j = destination - (peer << shift);
-      u32 rotated = e + 16 * j;
-      if (rotated >= D::kShard) rotated -= D::kShard;
-      const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
-      ptx::st_relaxed_sys(copy(ctx, sys.heap[peer]) + element * D::kElementBytes, v);
-    } else {
-      ptx::st_relaxed_gpu(copy(ctx, ctx.heap()) + (row * D::kRowStride + e) * D::kElementBytes, v);
+
+    // The copy that the launch `ahead` of this one uses.
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 which(const Ctx& ctx, u32 ahead) {
+        static_assert(D::kCopies >= 1 && D::kCopies <= 3, "copies");
+        const u32 now = D::kCopies == 1 ? 0 : D::kCopies == 2 ? ctx.odd : ctx.third;
+        return now + ahead >= D::kCopies ? now + ahead - D::kCopies : now + ahead;
     }
-  }
 
-  // To all of them.
-  template <class V, class Ctx>
-  MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
-#pragma unroll 1
-    for (u32 d = 0; d < destinations(ctx); ++d) send_to(ctx, d, row, e, v);
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE u8* copy(const Ctx& ctx, u8* heap, u32 ahead = 0) {
+        return heap + D::kOffset + which(ctx, ahead) * D::kBytes;
+    }
 
-  // Whole warp, after its share of a tile is sent.
-  template <class Ctx>
-  MEGAGEN_DEVICE void publish(const Ctx& ctx) {
-    if constexpr (D::kKind == Sync::kCounter) {
-      __syncwarp();
-      if (ctx.lane == 0) ptx::red_add_release_gpu(counter(ctx, ctx.heap()), 1);
-    } else if constexpr (D::kKind == Sync::kFlag) {
-      __syncwarp();
-      if (ctx.lane == 0) {
-        ptx::fence_acq_rel_sys();
-        if constexpr (D::kWorld) {
-          const System& sys = ctx.p.sys;
-#pragma unroll 1
-          for (u32 peer = 0; peer < sys.live; ++peer) ptx::red_add_relaxed_sys(counter(ctx, sys.heap[peer]), sys.world / sys.live);
-        } else {
-          ptx::red_add_relaxed_sys(counter(ctx, ctx.heap()), 1);
+    template <class Ctx>
+    MEGAGEN_DEVICE u8* counter(const Ctx& ctx, u8* heap, u32 ahead = 0) {
+        return heap + D::kCounterOffset + which(ctx, ahead) * 4;
+    }
+
+    // How many copies of a message leave this rank: one to each rank of the world, stand-ins included.
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 destinations(const Ctx& ctx) {
+        return D::kWorld ? ctx.p.sys.world : 1;
+    }
+
+    // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination: live
+    // rank by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements a stand-in.
+    template <class V, class Ctx>
+    MEGAGEN_DEVICE void send_to(const Ctx& ctx, u32 destination, u32 row, u32 e, V v) {
+        if constexpr (D::kFault) {
+            if (row == 0 && e < 16) return;
         }
-      }
+        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
+        if constexpr (D::kKind == Sync::kCluster) {
+            ClusterMap<D>::send(ctx, row, e, v);
+        } else if constexpr (D::kWorld) {
+            const System& sys = ctx.p.sys;
+            const u32 shift = __ffs(sys.world / sys.live) - 1; // stand-ins of a live rank: a power of two
+            const u32 peer = destination >> shift, j = destination - (peer << shift);
+            u32 rotated = e + 16 * j;
+            if (rotated >= D::kShard) rotated -= D::kShard;
+            const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
+            ptx::st_relaxed_sys(copy(ctx, sys.heap[peer]) + element * D::kElementBytes, v);
+        } else {
+            ptx::st_relaxed_gpu(copy(ctx, ctx.heap()) + (row * D::kRowStride + e) * D::kElementBytes, v);
+        }
     }
-  }
 
-  // Whole warp, before it reads. Lamport data carries its own flags: nothing to wait for yet.
-  template <class Ctx>
-  MEGAGEN_DEVICE bool wait(Ctx& ctx) {
-    if constexpr (D::kKind == Sync::kCounter || D::kKind == Sync::kFlag) {
-      u32 expected = D::kArrivals;
-      if constexpr (D::kArrivalsPer == Per::kToken) expected *= ctx.tokens;
-      if constexpr (D::kArrivalsPer == Per::kExpert) expected *= ctx.table_used();
-      if constexpr (D::kWorld) expected *= ctx.p.sys.world;
-      const u8* word = counter(ctx, ctx.heap());
-      return wait_until(ctx, D::kIndex, 0, expected, [&] {
-        return (D::kKind == Sync::kFlag ? ptx::ld_acquire_sys(word) : ptx::ld_acquire_gpu(word)) >= expected;
-      });
-    } else if constexpr (D::kKind == Sync::kCluster) {
-      return ClusterMap<D>::wait(ctx);
+    // To all of them.
+    template <class V, class Ctx>
+    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
+#pragma unroll 1
+        for (u32 d = 0; d < destinations(ctx); ++d) send_to(ctx, d, row, e, v);
     }
-    return true;
-  }
 
-  MEGAGEN_DEVICE uint4 load(const u8* address) {
-    if constexpr (D::kWorld) return ptx::ld_relaxed_sys_v4(address);
-    return ptx::ld_relaxed_gpu_v4(address);
-  }
+    // Whole warp, after its share of a tile is sent.
+    template <class Ctx>
+    MEGAGEN_DEVICE void publish(const Ctx& ctx) {
+        if constexpr (D::kKind == Sync::kCounter) {
+            __syncwarp();
+            if (ctx.lane == 0) ptx::red_add_release_gpu(counter(ctx, ctx.heap()), 1);
+        } else if constexpr (D::kKind == Sync::kFlag) {
+            __syncwarp();
+            if (ctx.lane == 0) {
+                ptx::fence_acq_rel_sys();
+                if constexpr (D::kWorld) {
+                    const System& sys = ctx.p.sys;
+#pragma unroll 1
+                    for (u32 peer = 0; peer < sys.live; ++peer)
+                        ptx::red_add_relaxed_sys(counter(ctx, sys.heap[peer]), sys.world / sys.live);
+                } else {
+                    ptx::red_add_relaxed_sys(counter(ctx, ctx.heap()), 1);
+                }
+            }
+        }
+    }
 
-  MEGAGEN_DEVICE bool has_empty(uint4 v) {
-    return v.x == D::kEmpty || v.y == D::kEmpty || v.z == D::kEmpty || v.w == D::kEmpty;
-  }
-
-  // Each valid lane reads kN vectors of 16 bytes, vector i at element index(i) of the tensor; other lanes get zeros.
-  template <u32 kN, class Ctx, class Index>
-  MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
-#pragma unroll
-    for (u32 i = 0; i < kN; ++i) v[i] = {0, 0, 0, 0};
-    if constexpr (D::kKind == Sync::kCluster) {
-      if (ctx.dead) return false;
-      if (valid) {
-#pragma unroll
-        for (u32 i = 0; i < kN; ++i) v[i] = ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i)));
-      }
-      return true;
-    } else {
-      const u8* base = copy(ctx, ctx.heap());
-      if constexpr (!kLamport) {
-        if (ctx.dead) return false;
-        if (valid) {
-#pragma unroll
-          for (u32 i = 0; i < kN; ++i) v[i] = load(base + index(i) * D::kElementBytes);
+    // Whole warp, before it reads. Lamport data carries its own flags: nothing to wait for yet.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool wait(Ctx& ctx) {
+        if constexpr (D::kKind == Sync::kCounter || D::kKind == Sync::kFlag) {
+            u32 expected = D::kArrivals;
+            if constexpr (D::kArrivalsPer == Per::kToken) expected *= ctx.tokens;
+            if constexpr (D::kArrivalsPer == Per::kExpert) expected *= ctx.table_used();
+            if constexpr (D::kWorld) expected *= ctx.p.sys.world;
+            const u8* word = counter(ctx, ctx.heap());
+            return wait_until(ctx, D::kIndex, 0, expected, [&] {
+                return (D::kKind == Sync::kFlag ? ptx::ld_acquire_sys(word) : ptx::ld_acquire_gpu(word)) >= expected;
+            });
+        } else if constexpr (D::kKind == Sync::kCluster) {
+            return ClusterMap<D>::wait(ctx);
         }
         return true;
-      }
-      // Once something is found missing, poll that one vector until it is there, and read nothing again that has come:
-      // polls take L2 bandwidth from the weight streams.
-      bool done = !valid, probing = false;
-      u32 missing = 0;
-      return wait_until(ctx, D::kIndex, index(0), which(ctx, 0), [&] {
-        if (done) return true;
-        if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
-        probing = done = true;
+    }
+
+    MEGAGEN_DEVICE uint4 load(const u8* address) {
+        if constexpr (D::kWorld) return ptx::ld_relaxed_sys_v4(address);
+        return ptx::ld_relaxed_gpu_v4(address);
+    }
+
+    MEGAGEN_DEVICE bool has_empty(uint4 v) {
+        return v.x == D::kEmpty || v.y == D::kEmpty || v.z == D::kEmpty || v.w == D::kEmpty;
+    }
+
+    // Each valid lane reads kN vectors of 16 bytes, vector i at element index(i) of the tensor; other lanes get zeros.
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
 #pragma unroll
-        for (u32 i = 0; i < kN; ++i) v[i] = load(base + index(i) * D::kElementBytes);
+        for (u32 i = 0; i < kN; ++i) v[i] = {0, 0, 0, 0};
+        if constexpr (D::kKind == Sync::kCluster) {
+            if (ctx.dead) return false;
+            if (valid) {
 #pragma unroll
-        for (u32 i = 0; i < kN; ++i) {
-          if (has_empty(v[i])) {
-            done = false;
-            missing = i;
-          }
+                for (u32 i = 0; i < kN; ++i) v[i] = ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i)));
+            }
+            return true;
+        } else {
+            const u8* base = copy(ctx, ctx.heap());
+            if constexpr (!kLamport) {
+                if (ctx.dead) return false;
+                if (valid) {
+#pragma unroll
+                    for (u32 i = 0; i < kN; ++i) v[i] = load(base + index(i) * D::kElementBytes);
+                }
+                return true;
+            }
+            // Once something is found missing, poll that one vector until it is there, and read nothing again that has
+            // come: polls take L2 bandwidth from the weight streams.
+            bool done = !valid, probing = false;
+            u32 missing = 0;
+            return wait_until(ctx, D::kIndex, index(0), which(ctx, 0), [&] {
+                if (done) return true;
+                if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
+                probing = done = true;
+#pragma unroll
+                for (u32 i = 0; i < kN; ++i) v[i] = load(base + index(i) * D::kElementBytes);
+#pragma unroll
+                for (u32 i = 0; i < kN; ++i) {
+                    if (has_empty(v[i])) {
+                        done = false;
+                        missing = i;
+                    }
+                }
+                return done;
+            });
         }
-        return done;
-      });
     }
-  }
 
-  // The reader hands a slot back, if that is its duty: the same indices that it read.
-  template <u32 kN, class Ctx, class Index>
-  MEGAGEN_DEVICE void release(const Ctx& ctx, bool valid, Index index) {
-    if constexpr (kLamport && D::kReaderResets) {
-      if (valid && !ctx.dead) {
-        u8* base = copy(ctx, ctx.heap());
+    // The reader hands a slot back, if that is its duty: the same indices that it read.
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE void release(const Ctx& ctx, bool valid, Index index) {
+        if constexpr (kLamport && D::kReaderResets) {
+            if (valid && !ctx.dead) {
+                u8* base = copy(ctx, ctx.heap());
 #pragma unroll
-        for (u32 i = 0; i < kN; ++i)
-          ptx::st_relaxed_gpu(base + index(i) * D::kElementBytes, uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
-      }
+                for (u32 i = 0; i < kN; ++i)
+                    ptx::st_relaxed_gpu(base + index(i) * D::kElementBytes,
+                                        uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
+            }
+        }
     }
-  }
 
-  // One warp of each block: makes the copy that the next launch but (copies - 2) uses empty again. Its last
-  // readers were in an earlier launch, its next writers come after this one has ended.
-  template <class Ctx>
-  MEGAGEN_DEVICE void reset(const Ctx& ctx) {
-    constexpr u32 kAhead = D::kCopies - 1;
-    if constexpr (kLamport && !D::kReaderResets) {
-      const Range r = share_of(D::kBytes / 16, ctx.block, Ctx::Kernel::kBlocks);
-      u8* base = copy(ctx, ctx.heap(), kAhead);
+    // One warp of each block: makes the copy that the next launch but (copies - 2) uses empty again. Its last
+    // readers were in an earlier launch, its next writers come after this one has ended.
+    template <class Ctx>
+    MEGAGEN_DEVICE void reset(const Ctx& ctx) {
+        constexpr u32 kAhead = D::kCopies - 1;
+        if constexpr (kLamport && !D::kReaderResets) {
+            const Range r = share_of(D::kBytes / 16, ctx.block, Ctx::Kernel::kBlocks);
+            u8* base = copy(ctx, ctx.heap(), kAhead);
 #pragma unroll 1
-      for (u32 i = r.first + ctx.lane; i < r.last; i += 32)
-        ptx::st_global_v4(base + 16 * i, uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
+            for (u32 i = r.first + ctx.lane; i < r.last; i += 32)
+                ptx::st_global_v4(base + 16 * i, uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
+        }
+        if constexpr (D::kKind == Sync::kCounter || D::kKind == Sync::kFlag) {
+            if (ctx.block == 0 && ctx.lane == 0) ptx::st_global_u32(counter(ctx, ctx.heap(), kAhead), 0);
+        }
     }
-    if constexpr (D::kKind == Sync::kCounter || D::kKind == Sync::kFlag) {
-      if (ctx.block == 0 && ctx.lane == 0) ptx::st_global_u32(counter(ctx, ctx.heap(), kAhead), 0);
-    }
-  }
 };
 
 // A launch input: complete before the launch began.
 template <class D>
 struct Input {
-  static constexpr u32 kElementBytes = D::kElementBytes;
+    static constexpr u32 kElementBytes = D::kElementBytes;
 
-  template <class Ctx>
-  MEGAGEN_DEVICE bool wait(Ctx& ctx) {
-    return !ctx.dead;
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE bool wait(Ctx& ctx) {
+        return !ctx.dead;
+    }
 
-  template <u32 kN, class Ctx, class Index>
-  MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
-    const u8* base = D::pointer(ctx.p);
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
+        const u8* base = D::pointer(ctx.p);
 #pragma unroll
-    for (u32 i = 0; i < kN; ++i) v[i] = valid ? ptx::ld_global_v4(base + index(i) * D::kElementBytes) : uint4{0, 0, 0, 0};
-    return !ctx.dead;
-  }
+        for (u32 i = 0; i < kN; ++i)
+            v[i] = valid ? ptx::ld_global_v4(base + index(i) * D::kElementBytes) : uint4{0, 0, 0, 0};
+        return !ctx.dead;
+    }
 
-  template <u32 kN, class Ctx, class Index>
-  MEGAGEN_DEVICE void release(const Ctx&, bool, Index) {}
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE void release(const Ctx&, bool, Index) {}
 };
 
 // A launch output: read after the launch has ended.
 template <class D>
 struct Output {
-  template <class V, class Ctx>
-  MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
-    if (!ctx.dead) ptx::st_relaxed_gpu(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
-  }
+    template <class V, class Ctx>
+    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
+        if (!ctx.dead) ptx::st_relaxed_gpu(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
+    }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE void publish(const Ctx&) {}
+    template <class Ctx>
+    MEGAGEN_DEVICE void publish(const Ctx&) {}
 };
 
-}  // namespace megagen
+} // namespace megagen

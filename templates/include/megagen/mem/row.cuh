@@ -14,33 +14,33 @@ MEGAGEN_DEVICE float round_bf16(float x) { return bf16_low(ptx::cvt_bf16x2(x, 0.
 // Elements lane `lane` of slice `slice` holds of vector `i`, kPer consecutive ones.
 template <u32 kWidth, u32 kPer>
 struct RowSlice {
-  static constexpr u32 kSlice = kWidth / kSlices;
-  static constexpr u32 kVectors = kSlice / (32 * kPer);
-  static_assert(kSlice % (32 * kPer) == 0, "a row is eight slices of whole warps");
+    static constexpr u32 kSlice = kWidth / kSlices;
+    static constexpr u32 kVectors = kSlice / (32 * kPer);
+    static_assert(kSlice % (32 * kPer) == 0, "a row is eight slices of whole warps");
 
-  MEGAGEN_DEVICE u32 element(u32 slice, u32 lane, u32 i) { return slice * kSlice + (i * 32 + lane) * kPer; }
+    MEGAGEN_DEVICE u32 element(u32 slice, u32 lane, u32 i) { return slice * kSlice + (i * 32 + lane) * kPer; }
 };
 
 // kPer numbers of a 16-byte vector: fp32 (4) or bf16 (8).
 template <u32 kPer>
 MEGAGEN_DEVICE void unpack(uint4 v, float (&x)[kPer]) {
-  const u32 word[4] = {v.x, v.y, v.z, v.w};
+    const u32 word[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    if constexpr (kPer == 4) {
-      x[i] = __uint_as_float(word[i]);
-    } else {
-      x[2 * i] = bf16_low(word[i]);
-      x[2 * i + 1] = bf16_high(word[i]);
+    for (u32 i = 0; i < 4; ++i) {
+        if constexpr (kPer == 4) {
+            x[i] = __uint_as_float(word[i]);
+        } else {
+            x[2 * i] = bf16_low(word[i]);
+            x[2 * i + 1] = bf16_high(word[i]);
+        }
     }
-  }
 }
 
 // y += eight consecutive fp32 numbers.
 MEGAGEN_DEVICE void add_row(float (&y)[8], uint4 low, uint4 high) {
-  const u32 word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    const u32 word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
-  for (u32 i = 0; i < 8; ++i) y[i] += __uint_as_float(word[i]);
+    for (u32 i = 0; i < 8; ++i) y[i] += __uint_as_float(word[i]);
 }
 
 // Makes packed pairs fresh values to the compiler, which would otherwise keep both halves unpacked from the first pass
@@ -52,36 +52,38 @@ MEGAGEN_DEVICE void keep_packed(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.
 // 1 + w of eight consecutive elements; gains are kept as the checkpoint has them.
 MEGAGEN_DEVICE void load_gain(const u8* base, u32 element, float (&gain)[8]) {
 #pragma unroll
-  for (u32 h = 0; h < 2; ++h) {
-    const float4 x = ptx::ld_constant_f4(base + (element + 4 * h) * 4);
-    gain[4 * h] = 1.0f + x.x, gain[4 * h + 1] = 1.0f + x.y, gain[4 * h + 2] = 1.0f + x.z, gain[4 * h + 3] = 1.0f + x.w;
-  }
+    for (u32 h = 0; h < 2; ++h) {
+        const float4 x = ptx::ld_constant_f4(base + (element + 4 * h) * 4);
+        gain[4 * h] = 1.0f + x.x, gain[4 * h + 1] = 1.0f + x.y, gain[4 * h + 2] = 1.0f + x.z,
+                 gain[4 * h + 3] = 1.0f + x.w;
+    }
 }
 
 MEGAGEN_DEVICE float warp_sum(float x) {
 #pragma unroll
-  for (u32 d = 16; d > 0; d /= 2) x += __shfl_xor_sync(kFullMask, x, d);
-  return x;
+    for (u32 d = 16; d > 0; d /= 2) x += __shfl_xor_sync(kFullMask, x, d);
+    return x;
 }
 
 // Sums kN values over the eight warps of a group, ascending. `round` counts calls on this barrier; scratch holds two
 // rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads.
 template <class Group, u32 kN, class Ctx>
 MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
-  const u32 base = scratch + round % 2 * (kSlices * kN * 4);
+    const u32 base = scratch + round % 2 * (kSlices * kN * 4);
 #pragma unroll
-  for (u32 i = 0; i < kN; ++i) {
-    x[i] = warp_sum(x[i]);
-    if (ctx.lane == 0) ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);
-  }
-  Barrier<Group>::arrive(ctx, 0);
-  if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
+    for (u32 i = 0; i < kN; ++i) {
+        x[i] = warp_sum(x[i]);
+        if (ctx.lane == 0) ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);
+    }
+    Barrier<Group>::arrive(ctx, 0);
+    if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
 #pragma unroll
-  for (u32 i = 0; i < kN; ++i) {
-    const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4), high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16);
-    x[i] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
-  }
-  return true;
+    for (u32 i = 0; i < kN; ++i) {
+        const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4),
+                     high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16);
+        x[i] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
+    }
+    return true;
 }
 
-}  // namespace megagen
+} // namespace megagen

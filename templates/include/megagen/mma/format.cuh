@@ -13,23 +13,24 @@ namespace megagen {
 
 enum class WeightFormat : u32 { kBf16 = 0, kFp32 = 1, kNvfp4 = 2 };
 
-constexpr u32 kSlices = 8;      // of K in a stage; as many as math warps
-constexpr u32 kRowBlock = 16;   // rows of an MMA
-constexpr u32 kGroup = 64;      // k of a group
-constexpr u32 kGroupWords = 8;  // 32-bit B registers a lane and group: 16 k of one token
+constexpr u32 kSlices = 8;     // of K in a stage; as many as math warps
+constexpr u32 kRowBlock = 16;  // rows of an MMA
+constexpr u32 kGroup = 64;     // k of a group
+constexpr u32 kGroupWords = 8; // 32-bit B registers a lane and group: 16 k of one token
 
 // Two chains of accumulators hide the MMA's latency; added at the end, even groups first.
 template <u32 kTiles>
 struct Accumulators {
-  float c[2][kTiles][4] = {};
+    float c[2][kTiles][4] = {};
 
-  __device__ __forceinline__ float sum(u32 tile, u32 i) const { return c[0][tile][i] + c[1][tile][i]; }
+    __device__ __forceinline__ float sum(u32 tile, u32 i) const { return c[0][tile][i] + c[1][tile][i]; }
 };
 
 template <u32 kTiles>
-MEGAGEN_DEVICE void mma_bf16(float (&c)[kTiles][4], u32 a0, u32 a1, u32 a2, u32 a3, const u32 (&b)[kTiles][kGroupWords], u32 j) {
+MEGAGEN_DEVICE void mma_bf16(float (&c)[kTiles][4], u32 a0, u32 a1, u32 a2, u32 a3, const u32 (&b)[kTiles][kGroupWords],
+                             u32 j) {
 #pragma unroll
-  for (u32 n = 0; n < kTiles; ++n) ptx::mma_m16n8k16_bf16(c[n], a0, a1, a2, a3, b[n][2 * j], b[n][2 * j + 1]);
+    for (u32 n = 0; n < kTiles; ++n) ptx::mma_m16n8k16_bf16(c[n], a0, a1, a2, a3, b[n][2 * j], b[n][2 * j + 1]);
 }
 
 template <WeightFormat kFormat>
@@ -37,48 +38,51 @@ struct Format;
 
 template <>
 struct Format<WeightFormat::kBf16> {
-  static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k * 2; }
+    static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k * 2; }
 
-  // acc += A(groups of one slice at `slice`) * b. `first`: index of the first group in the accumulator chains.
-  template <u32 kGroups, u32 kTiles>
-  MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane, const u32 (&b)[kGroups][kTiles][kGroupWords]) {
+    // acc += A(groups of one slice at `slice`) * b. `first`: index of the first group in the accumulator chains.
+    template <u32 kGroups, u32 kTiles>
+    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane,
+                                 const u32 (&b)[kGroups][kTiles][kGroupWords]) {
 #pragma unroll
-    for (u32 q = 0; q < kGroups; ++q) {
+        for (u32 q = 0; q < kGroups; ++q) {
 #pragma unroll
-      for (u32 j = 0; j < 4; ++j) {
-        const uint4 a = ptx::ld_shared_v4(slice + ((q * 4 + j) * 32 + lane) * 16);
-        mma_bf16(acc.c[q % 2], a.x, a.y, a.z, a.w, b[q], j);
-      }
+            for (u32 j = 0; j < 4; ++j) {
+                const uint4 a = ptx::ld_shared_v4(slice + ((q * 4 + j) * 32 + lane) * 16);
+                mma_bf16(acc.c[q % 2], a.x, a.y, a.z, a.w, b[q], j);
+            }
+        }
     }
-  }
 };
 
 // fp32 weights times bf16 activations: each weight is split into two tf32 parts, hi exact to 11 bits and the rest, so
 // the product is good to 2^-22.
 template <>
 struct Format<WeightFormat::kFp32> {
-  static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k * 4; }
+    static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k * 4; }
 
-  template <u32 kGroups, u32 kTiles>
-  MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane, const u32 (&b)[kGroups][kTiles][kGroupWords]) {
+    template <u32 kGroups, u32 kTiles>
+    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane,
+                                 const u32 (&b)[kGroups][kTiles][kGroupWords]) {
 #pragma unroll
-    for (u32 q = 0; q < kGroups; ++q) {
+        for (u32 q = 0; q < kGroups; ++q) {
 #pragma unroll
-      for (u32 j = 0; j < 8; ++j) {
-        const float4 a = ptx::ld_shared_f4(slice + ((q * 8 + j) * 32 + lane) * 16);
-        const u32 h[4] = {__float_as_uint(a.x) & 0xffffe000u, __float_as_uint(a.y) & 0xffffe000u,
-                          __float_as_uint(a.z) & 0xffffe000u, __float_as_uint(a.w) & 0xffffe000u};
-        const u32 l[4] = {__float_as_uint(a.x - __uint_as_float(h[0])), __float_as_uint(a.y - __uint_as_float(h[1])),
-                          __float_as_uint(a.z - __uint_as_float(h[2])), __float_as_uint(a.w - __uint_as_float(h[3]))};
+            for (u32 j = 0; j < 8; ++j) {
+                const float4 a = ptx::ld_shared_f4(slice + ((q * 8 + j) * 32 + lane) * 16);
+                const u32 h[4] = {__float_as_uint(a.x) & 0xffffe000u, __float_as_uint(a.y) & 0xffffe000u,
+                                  __float_as_uint(a.z) & 0xffffe000u, __float_as_uint(a.w) & 0xffffe000u};
+                const u32 l[4] = {
+                    __float_as_uint(a.x - __uint_as_float(h[0])), __float_as_uint(a.y - __uint_as_float(h[1])),
+                    __float_as_uint(a.z - __uint_as_float(h[2])), __float_as_uint(a.w - __uint_as_float(h[3]))};
 #pragma unroll
-        for (u32 n = 0; n < kTiles; ++n) {
-          const u32 b0 = b[q][n][j] << 16, b1 = b[q][n][j] & 0xffff0000u;
-          ptx::mma_m16n8k8_tf32(acc.c[q % 2][n], l[0], l[1], l[2], l[3], b0, b1);
-          ptx::mma_m16n8k8_tf32(acc.c[q % 2][n], h[0], h[1], h[2], h[3], b0, b1);
+                for (u32 n = 0; n < kTiles; ++n) {
+                    const u32 b0 = b[q][n][j] << 16, b1 = b[q][n][j] & 0xffff0000u;
+                    ptx::mma_m16n8k8_tf32(acc.c[q % 2][n], l[0], l[1], l[2], l[3], b0, b1);
+                    ptx::mma_m16n8k8_tf32(acc.c[q % 2][n], h[0], h[1], h[2], h[3], b0, b1);
+                }
+            }
         }
-      }
     }
-  }
 };
 
 // e2m1 times its e4m3 block scale is exact in bf16. The bits of a word are placed so that masking makes a bf16 pair
@@ -86,97 +90,98 @@ struct Format<WeightFormat::kFp32> {
 // second-level scale, kept times 2^7, makes it whole in the epilogue.
 template <>
 struct Format<WeightFormat::kNvfp4> {
-  static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k / 2 + k; }
+    static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k / 2 + k; }
 
-  MEGAGEN_DEVICE u32 scale_pair(u32 scales, u32 byte) {
-    return (ptx::prmt(scales, 0, byte * 0x1111u) & 0x0ff00ff0u) | 0x70007000u;
-  }
+    MEGAGEN_DEVICE u32 scale_pair(u32 scales, u32 byte) {
+        return (ptx::prmt(scales, 0, byte * 0x1111u) & 0x0ff00ff0u) | 0x70007000u;
+    }
 
-  template <u32 kGroups, u32 kTiles>
-  MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane, const u32 (&b)[kGroups][kTiles][kGroupWords]) {
-    constexpr u32 kMask = 0x81c081c0u;
-    u32 scales[(kGroups + 1) / 2];
-    const u32 scale_base = slice + kGroups * 512 + lane * kGroups * 2;
-    if constexpr (kGroups == 1) {
-      scales[0] = ptx::ld_shared_u16(scale_base);
-    } else if constexpr (kGroups % 8 == 0) {
+    template <u32 kGroups, u32 kTiles>
+    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane,
+                                 const u32 (&b)[kGroups][kTiles][kGroupWords]) {
+        constexpr u32 kMask = 0x81c081c0u;
+        u32 scales[(kGroups + 1) / 2];
+        const u32 scale_base = slice + kGroups * 512 + lane * kGroups * 2;
+        if constexpr (kGroups == 1) {
+            scales[0] = ptx::ld_shared_u16(scale_base);
+        } else if constexpr (kGroups % 8 == 0) {
 #pragma unroll
-      for (u32 i = 0; i < kGroups / 8; ++i) {
-        const uint4 s = ptx::ld_shared_v4(scale_base + 16 * i);
-        scales[4 * i] = s.x, scales[4 * i + 1] = s.y, scales[4 * i + 2] = s.z, scales[4 * i + 3] = s.w;
-      }
-    } else {
+            for (u32 i = 0; i < kGroups / 8; ++i) {
+                const uint4 s = ptx::ld_shared_v4(scale_base + 16 * i);
+                scales[4 * i] = s.x, scales[4 * i + 1] = s.y, scales[4 * i + 2] = s.z, scales[4 * i + 3] = s.w;
+            }
+        } else {
 #pragma unroll
-      for (u32 i = 0; i < kGroups / 2; ++i) scales[i] = ptx::ld_shared_u32(scale_base + 4 * i);
+            for (u32 i = 0; i < kGroups / 2; ++i) scales[i] = ptx::ld_shared_u32(scale_base + 4 * i);
+        }
+#pragma unroll
+        for (u32 q = 0; q < kGroups; ++q) {
+            const uint4 w = ptx::ld_shared_v4(slice + (q * 32 + lane) * 16);
+            const u32 words[4] = {w.x, w.y, w.z, w.w};
+            const u32 low = scale_pair(scales[q / 2], q % 2 * 2), high = scale_pair(scales[q / 2], q % 2 * 2 + 1);
+#pragma unroll
+            for (u32 j = 0; j < 4; ++j) {
+                const u32 x = words[j];
+                const u32 p0 = x & kMask;
+                const u32 p1 = __funnelshift_r(x, x, 6) & kMask;
+                const u32 p2 = (x << 4) & kMask;
+                const u32 p3 = ((x << 6) & 0x80c080c0u) | ((x >> 2) & 0x01000100u);
+                mma_bf16(acc.c[q % 2], ptx::mul_bf16x2(p0, low), ptx::mul_bf16x2(p1, high), ptx::mul_bf16x2(p2, low),
+                         ptx::mul_bf16x2(p3, high), b[q], j);
+            }
+        }
     }
-#pragma unroll
-    for (u32 q = 0; q < kGroups; ++q) {
-      const uint4 w = ptx::ld_shared_v4(slice + (q * 32 + lane) * 16);
-      const u32 words[4] = {w.x, w.y, w.z, w.w};
-      const u32 low = scale_pair(scales[q / 2], q % 2 * 2), high = scale_pair(scales[q / 2], q % 2 * 2 + 1);
-#pragma unroll
-      for (u32 j = 0; j < 4; ++j) {
-        const u32 x = words[j];
-        const u32 p0 = x & kMask;
-        const u32 p1 = __funnelshift_r(x, x, 6) & kMask;
-        const u32 p2 = (x << 4) & kMask;
-        const u32 p3 = ((x << 6) & 0x80c080c0u) | ((x >> 2) & 0x01000100u);
-        mma_bf16(acc.c[q % 2], ptx::mul_bf16x2(p0, low), ptx::mul_bf16x2(p1, high), ptx::mul_bf16x2(p2, low),
-                 ptx::mul_bf16x2(p3, high), b[q], j);
-      }
-    }
-  }
 };
 
 // Accumulators on their way from the eight math warps to the reduce warp. A: kSlots, kOffset, kSlotBytes, barrier
 // families Full and Empty.
 template <class A>
 struct AccumRing {
-  using Full = Barrier<typename A::Full>;
-  using Empty = Barrier<typename A::Empty>;
+    using Full = Barrier<typename A::Full>;
+    using Empty = Barrier<typename A::Empty>;
 
-  template <class Ctx>
-  MEGAGEN_DEVICE u32 address(const Ctx& ctx, u32 slice, u32 tile) {
-    return ctx.shared + A::kOffset + ctx.accum.slot * A::kSlotBytes + ((slice * 2 + tile) * 32 + ctx.lane) * 16;
-  }
-
-  template <u32 kTiles, class Ctx>
-  MEGAGEN_DEVICE bool put(Ctx& ctx, u32 slice, const Accumulators<kTiles>& acc) {
-    if (!Empty::wait(ctx, ctx.accum.slot, ctx.accum.phase ^ 1)) return false;
-#pragma unroll
-    for (u32 n = 0; n < kTiles; ++n)
-      ptx::st_shared_f4(address(ctx, slice, n), {acc.sum(n, 0), acc.sum(n, 1), acc.sum(n, 2), acc.sum(n, 3)});
-    Full::arrive(ctx, ctx.accum.slot);
-    ctx.accum.advance();
-    return true;
-  }
-
-  template <class Ctx>
-  MEGAGEN_DEVICE bool acquire(Ctx& ctx) {
-    return Full::wait(ctx, ctx.accum.slot, ctx.accum.phase);
-  }
-
-  // Sums the slices of one n8 tile in ascending order. Lane (g, t) gets rows g (0, 1) and g + 8 (2, 3) of columns 2 t
-  // and 2 t + 1.
-  template <class Ctx>
-  MEGAGEN_DEVICE void take(const Ctx& ctx, u32 tile, float (&c)[4]) {
-    float4 part[kSlices];
-#pragma unroll
-    for (u32 s = 0; s < kSlices; ++s) part[s] = ptx::ld_shared_f4(address(ctx, s, tile));
-    float4 sum = part[0];
-#pragma unroll
-    for (u32 s = 1; s < kSlices; ++s) {
-      sum.x += part[s].x, sum.y += part[s].y, sum.z += part[s].z, sum.w += part[s].w;
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 address(const Ctx& ctx, u32 slice, u32 tile) {
+        return ctx.shared + A::kOffset + ctx.accum.slot * A::kSlotBytes + ((slice * 2 + tile) * 32 + ctx.lane) * 16;
     }
-    c[0] = sum.x, c[1] = sum.y, c[2] = sum.z, c[3] = sum.w;
-  }
 
-  // `consumed` depends on every load from the slot: nothing is in flight when it goes back.
-  template <class Ctx>
-  MEGAGEN_DEVICE void release(Ctx& ctx, float consumed) {
-    Empty::arrive_consumed(ctx, ctx.accum.slot, consumed);
-    ctx.accum.advance();
-  }
+    template <u32 kTiles, class Ctx>
+    MEGAGEN_DEVICE bool put(Ctx& ctx, u32 slice, const Accumulators<kTiles>& acc) {
+        if (!Empty::wait(ctx, ctx.accum.slot, ctx.accum.phase ^ 1)) return false;
+#pragma unroll
+        for (u32 n = 0; n < kTiles; ++n)
+            ptx::st_shared_f4(address(ctx, slice, n), {acc.sum(n, 0), acc.sum(n, 1), acc.sum(n, 2), acc.sum(n, 3)});
+        Full::arrive(ctx, ctx.accum.slot);
+        ctx.accum.advance();
+        return true;
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE bool acquire(Ctx& ctx) {
+        return Full::wait(ctx, ctx.accum.slot, ctx.accum.phase);
+    }
+
+    // Sums the slices of one n8 tile in ascending order. Lane (g, t) gets rows g (0, 1) and g + 8 (2, 3) of columns 2 t
+    // and 2 t + 1.
+    template <class Ctx>
+    MEGAGEN_DEVICE void take(const Ctx& ctx, u32 tile, float (&c)[4]) {
+        float4 part[kSlices];
+#pragma unroll
+        for (u32 s = 0; s < kSlices; ++s) part[s] = ptx::ld_shared_f4(address(ctx, s, tile));
+        float4 sum = part[0];
+#pragma unroll
+        for (u32 s = 1; s < kSlices; ++s) {
+            sum.x += part[s].x, sum.y += part[s].y, sum.z += part[s].z, sum.w += part[s].w;
+        }
+        c[0] = sum.x, c[1] = sum.y, c[2] = sum.z, c[3] = sum.w;
+    }
+
+    // `consumed` depends on every load from the slot: nothing is in flight when it goes back.
+    template <class Ctx>
+    MEGAGEN_DEVICE void release(Ctx& ctx, float consumed) {
+        Empty::arrive_consumed(ctx, ctx.accum.slot, consumed);
+        ctx.accum.advance();
+    }
 };
 
-}  // namespace megagen
+} // namespace megagen

@@ -10,161 +10,163 @@ namespace megagen::ops {
 // Op: kRows, kWorldRows, kK, kUnitK, kFormat, kStageBytes, kHint, kL2Hint, In, Partials, Out, weight(params).
 template <class Op>
 struct DenseGemm {
-  static constexpr u32 kRowBlocks = Op::kRows / kRowBlock;
-  static constexpr u32 kChunks = Op::kK / Op::kUnitK;
-  static constexpr u32 kGroups = Op::kUnitK / kSlices / kGroup;
-  using Weights = Format<static_cast<WeightFormat>(Op::kFormat)>;
-  static_assert(kRowBlock * Op::kUnitK * (Op::kFormat == 1 ? 4 : 2) == Op::kStageBytes, "a unit is one ring stage");
+    static constexpr u32 kRowBlocks = Op::kRows / kRowBlock;
+    static constexpr u32 kChunks = Op::kK / Op::kUnitK;
+    static constexpr u32 kGroups = Op::kUnitK / kSlices / kGroup;
+    using Weights = Format<static_cast<WeightFormat>(Op::kFormat)>;
+    static_assert(kRowBlock * Op::kUnitK * (Op::kFormat == 1 ? 4 : 2) == Op::kStageBytes, "a unit is one ring stage");
 
-  struct Unit {
-    u32 chunk;
-    u32 row_block;
-  };
+    struct Unit {
+        u32 chunk;
+        u32 row_block;
+    };
 
-  // Units in memory order, K chunk by K chunk, so that a block's run shares its activations; when partial sums travel
-  // within a cluster, the row blocks are dealt to clusters first.
-  struct Tiles {
-    template <class Ctx>
-    MEGAGEN_DEVICE Range row_blocks(const Ctx& ctx) {
-      if constexpr (Op::Partials::kClustered) return Op::Partials::cluster_share(ctx);
-      return {0, kRowBlocks};
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE Range run(const Ctx& ctx) {
-      using K = typename Ctx::Kernel;
-      if constexpr (Op::Partials::kClustered) {
-        const Range r = row_blocks(ctx);
-        return share_of((r.last - r.first) * kChunks, ctx.block % K::kCluster, K::kCluster);
-      }
-      return share_of(kRowBlocks * kChunks, ctx.block, K::kBlocks);
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
-      const Range r = run(ctx);
-      return r.last - r.first;
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE Unit unit(const Ctx& ctx, u32 i) {
-      const Range blocks = row_blocks(ctx);
-      const u32 width = blocks.last - blocks.first;
-      const u32 at = run(ctx).first + i;
-      return {at / width, blocks.first + at % width};
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE const u8* source(const Ctx& ctx, u32 i) {
-      const Unit u = unit(ctx, i);
-      return Op::weight(ctx.p) + static_cast<u64>(u.chunk * kRowBlocks + u.row_block) * Op::kStageBytes;
-    }
-  };
-  using Stream = WeightStream<Tiles, Op::kStageBytes, static_cast<Hint>(Op::kHint)>;
-
-  template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
-  MEGAGEN_DEVICE void load_weights(Ctx& ctx) {
-    Stream::template load<kFirst, kLast, kInFlight>(ctx);
-  }
-
-  template <u32 kFirst, u32 kLast, class Ctx>
-  MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
-    Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
-  }
-
-  // Warps kFirstWarp .. kFirstWarp + 7, a slice of K each.
-  template <u32 kFirstWarp, class Ctx>
-  MEGAGEN_DEVICE void math(Ctx& ctx) {
-    constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
-    if (!Op::In::wait(ctx)) return;
-    const u32 slice = ctx.warp - kFirstWarp;
-    const u32 n = Tiles::count(ctx);
-    u32 b[kGroups][kTiles][kGroupWords];
-    u32 chunk = ~0u;
-#pragma unroll 1
-    for (u32 i = 0; i < n; ++i) {
-      const Unit unit = Tiles::unit(ctx, i);
-      if (unit.chunk != chunk) {
-        chunk = unit.chunk;
-#pragma unroll
-        for (u32 t = 0; t < kTiles; ++t) {
-          const u32 token = t * 8 + ctx.lane / 4;
-          if (!load_operand<typename Op::In, kGroups, kTiles * kGroupWords>(
-                  ctx, b[0][t], token < ctx.tokens, token * Op::kK + chunk * Op::kUnitK,
-                  [&](u32 q) { return (slice * kGroups + q) * kGroup; }))
-            return;
+    // Units in memory order, K chunk by K chunk, so that a block's run shares its activations; when partial sums travel
+    // within a cluster, the row blocks are dealt to clusters first.
+    struct Tiles {
+        template <class Ctx>
+        MEGAGEN_DEVICE Range row_blocks(const Ctx& ctx) {
+            if constexpr (Op::Partials::kClustered) return Op::Partials::cluster_share(ctx);
+            return {0, kRowBlocks};
         }
-      }
-      if (!Ctx::Ring::acquire(ctx)) return;
-      Accumulators<kTiles> acc;
-      Weights::template multiply<kGroups, kTiles>(acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup),
-                                                  ctx.lane, b);
-      Ctx::Ring::release(ctx, acc.sum(0, 0));
-      if (!Ctx::Accum::put(ctx, slice, acc)) return;
-    }
-  }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE void reduce(Ctx& ctx) {
-    constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
-    const u32 n = Tiles::count(ctx);
-#pragma unroll 1
-    for (u32 i = 0; i < n; ++i) {
-      if (!Ctx::Accum::acquire(ctx)) return;
-      const Unit unit = Tiles::unit(ctx, i);
-      const u32 row = (unit.chunk * kRowBlocks + unit.row_block) * Ctx::Kernel::kTokens;
-      float consumed = 0;
-#pragma unroll 1
-      for (u32 t = 0; t < kTiles; ++t) {
-        float c[4];
-        Ctx::Accum::take(ctx, t, c);
-        consumed += c[0];
-#pragma unroll
-        for (u32 h = 0; h < 4; ++h) {
-          const u32 token = t * 8 + ctx.lane % 4 * 2 + h % 2;
-          if (token < ctx.tokens) Op::Partials::send(ctx, row + token, ctx.lane / 4 + h / 2 * 8, __float_as_uint(c[h]));
+        template <class Ctx>
+        MEGAGEN_DEVICE Range run(const Ctx& ctx) {
+            using K = typename Ctx::Kernel;
+            if constexpr (Op::Partials::kClustered) {
+                const Range r = row_blocks(ctx);
+                return share_of((r.last - r.first) * kChunks, ctx.block % K::kCluster, K::kCluster);
+            }
+            return share_of(kRowBlocks * kChunks, ctx.block, K::kBlocks);
         }
-      }
-      Ctx::Accum::release(ctx, consumed);
-      Op::Partials::publish(ctx);
-    }
-  }
 
-  // Adds the K chunks in ascending order: lane = (token, half of the row block).
-  template <class Ctx>
-  MEGAGEN_DEVICE void finish(Ctx& ctx) {
-    if (!Op::Partials::wait(ctx)) return;
-    Range mine = share_of(kRowBlocks, ctx.block, Ctx::Kernel::kBlocks);
-    u32 stride = 1;
-    if constexpr (Op::Partials::kClustered) {
-      mine = Op::Partials::cluster_share(ctx);
-      stride = Ctx::Kernel::kCluster;
-      mine.first += ctx.block % stride;
+        template <class Ctx>
+        MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
+            const Range r = run(ctx);
+            return r.last - r.first;
+        }
+
+        template <class Ctx>
+        MEGAGEN_DEVICE Unit unit(const Ctx& ctx, u32 i) {
+            const Range blocks = row_blocks(ctx);
+            const u32 width = blocks.last - blocks.first;
+            const u32 at = run(ctx).first + i;
+            return {at / width, blocks.first + at % width};
+        }
+
+        template <class Ctx>
+        MEGAGEN_DEVICE const u8* source(const Ctx& ctx, u32 i) {
+            const Unit u = unit(ctx, i);
+            return Op::weight(ctx.p) + static_cast<u64>(u.chunk * kRowBlocks + u.row_block) * Op::kStageBytes;
+        }
+    };
+    using Stream = WeightStream<Tiles, Op::kStageBytes, static_cast<Hint>(Op::kHint)>;
+
+    template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
+    MEGAGEN_DEVICE void load_weights(Ctx& ctx) {
+        Stream::template load<kFirst, kLast, kInFlight>(ctx);
     }
-    constexpr u32 kBatch = kChunks % 4 ? kChunks : 4;  // loads on their way at once, as registers allow
-    const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
-    const bool valid = token < ctx.tokens;
+
+    template <u32 kFirst, u32 kLast, class Ctx>
+    MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
+        Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
+    }
+
+    // Warps kFirstWarp .. kFirstWarp + 7, a slice of K each.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void math(Ctx& ctx) {
+        constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
+        if (!Op::In::wait(ctx)) return;
+        const u32 slice = ctx.warp - kFirstWarp;
+        const u32 n = Tiles::count(ctx);
+        u32 b[kGroups][kTiles][kGroupWords];
+        u32 chunk = ~0u;
 #pragma unroll 1
-    for (u32 rb = mine.first; rb < mine.last; rb += stride) {
-      float y[8] = {};
-#pragma unroll 1
-      for (u32 c = 0; c < kChunks; c += kBatch) {
-        uint4 v[2 * kBatch];
-        const auto index = [&](u32 i) {
-          return (((c + i / 2) * kRowBlocks + rb) * Ctx::Kernel::kTokens + token) * kRowBlock + half + i % 2 * 4;
-        };
-        if (!Op::Partials::read(ctx, v, valid, index)) return;
-        Op::Partials::template release<2 * kBatch>(ctx, valid, index);
+        for (u32 i = 0; i < n; ++i) {
+            const Unit unit = Tiles::unit(ctx, i);
+            if (unit.chunk != chunk) {
+                chunk = unit.chunk;
 #pragma unroll
-        for (u32 i = 0; i < kBatch; ++i) add_row(y, v[2 * i], v[2 * i + 1]);
-      }
-      if (valid)
-        Op::Out::send(ctx, token, rb * kRowBlock + half,
-                      uint4{ptx::cvt_bf16x2(y[0], y[1]), ptx::cvt_bf16x2(y[2], y[3]), ptx::cvt_bf16x2(y[4], y[5]),
-                            ptx::cvt_bf16x2(y[6], y[7])});
-      Op::Out::publish(ctx);
+                for (u32 t = 0; t < kTiles; ++t) {
+                    const u32 token = t * 8 + ctx.lane / 4;
+                    if (!load_operand<typename Op::In, kGroups, kTiles * kGroupWords>(
+                            ctx, b[0][t], token < ctx.tokens, token * Op::kK + chunk * Op::kUnitK,
+                            [&](u32 q) { return (slice * kGroups + q) * kGroup; }))
+                        return;
+                }
+            }
+            if (!Ctx::Ring::acquire(ctx)) return;
+            Accumulators<kTiles> acc;
+            Weights::template multiply<kGroups, kTiles>(
+                acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup), ctx.lane, b);
+            Ctx::Ring::release(ctx, acc.sum(0, 0));
+            if (!Ctx::Accum::put(ctx, slice, acc)) return;
+        }
     }
-  }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE void reduce(Ctx& ctx) {
+        constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
+        const u32 n = Tiles::count(ctx);
+#pragma unroll 1
+        for (u32 i = 0; i < n; ++i) {
+            if (!Ctx::Accum::acquire(ctx)) return;
+            const Unit unit = Tiles::unit(ctx, i);
+            const u32 row = (unit.chunk * kRowBlocks + unit.row_block) * Ctx::Kernel::kTokens;
+            float consumed = 0;
+#pragma unroll 1
+            for (u32 t = 0; t < kTiles; ++t) {
+                float c[4];
+                Ctx::Accum::take(ctx, t, c);
+                consumed += c[0];
+#pragma unroll
+                for (u32 h = 0; h < 4; ++h) {
+                    const u32 token = t * 8 + ctx.lane % 4 * 2 + h % 2;
+                    if (token < ctx.tokens)
+                        Op::Partials::send(ctx, row + token, ctx.lane / 4 + h / 2 * 8, __float_as_uint(c[h]));
+                }
+            }
+            Ctx::Accum::release(ctx, consumed);
+            Op::Partials::publish(ctx);
+        }
+    }
+
+    // Adds the K chunks in ascending order: lane = (token, half of the row block).
+    template <class Ctx>
+    MEGAGEN_DEVICE void finish(Ctx& ctx) {
+        if (!Op::Partials::wait(ctx)) return;
+        Range mine = share_of(kRowBlocks, ctx.block, Ctx::Kernel::kBlocks);
+        u32 stride = 1;
+        if constexpr (Op::Partials::kClustered) {
+            mine = Op::Partials::cluster_share(ctx);
+            stride = Ctx::Kernel::kCluster;
+            mine.first += ctx.block % stride;
+        }
+        constexpr u32 kBatch = kChunks % 4 ? kChunks : 4; // loads on their way at once, as registers allow
+        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
+        const bool valid = token < ctx.tokens;
+#pragma unroll 1
+        for (u32 rb = mine.first; rb < mine.last; rb += stride) {
+            float y[8] = {};
+#pragma unroll 1
+            for (u32 c = 0; c < kChunks; c += kBatch) {
+                uint4 v[2 * kBatch];
+                const auto index = [&](u32 i) {
+                    return (((c + i / 2) * kRowBlocks + rb) * Ctx::Kernel::kTokens + token) * kRowBlock + half +
+                           i % 2 * 4;
+                };
+                if (!Op::Partials::read(ctx, v, valid, index)) return;
+                Op::Partials::template release<2 * kBatch>(ctx, valid, index);
+#pragma unroll
+                for (u32 i = 0; i < kBatch; ++i) add_row(y, v[2 * i], v[2 * i + 1]);
+            }
+            if (valid)
+                Op::Out::send(ctx, token, rb * kRowBlock + half,
+                              uint4{ptx::cvt_bf16x2(y[0], y[1]), ptx::cvt_bf16x2(y[2], y[3]),
+                                    ptx::cvt_bf16x2(y[4], y[5]), ptx::cvt_bf16x2(y[6], y[7])});
+            Op::Out::publish(ctx);
+        }
+    }
 };
 
-}  // namespace megagen::ops
+} // namespace megagen::ops

@@ -1,4 +1,5 @@
-// GEMM of the experts that this launch's tokens use, a table entry (expert, up to eight tokens) after the other. See megagen/ops/expert_gemm.py.
+// GEMM of the experts that this launch's tokens use, a table entry (expert, up to eight tokens) after the other. See
+// megagen/ops/expert_gemm.py.
 #pragma once
 
 #include <megagen/mem/operand.cuh>
@@ -12,172 +13,176 @@ namespace megagen::ops {
 // Table, Out, kOutbox, weight(params), scale(params) where the format has second-level scales.
 template <class Op>
 struct ExpertGemm {
-  static constexpr WeightFormat kFormat = static_cast<WeightFormat>(Op::kFormat);
-  using Weights = Format<kFormat>;
-  static constexpr u32 kBlocksPerStage = Op::kStageRows / kRowBlock;
-  static constexpr u32 kStagesPerTile = Op::kK / Op::kStageK;
-  static constexpr u32 kTilesPerExpert = Op::kRows / Op::kStageRows;
-  static constexpr u32 kGroups = Op::kStageK / kSlices / kGroup;  // of a slice of a stage
-  static constexpr u32 kSliceBytes = Weights::slice_bytes(kGroups * kGroup);
-  static constexpr u32 kColumnsPerBlock = Op::kSwiglu ? kRowBlock / 2 : kRowBlock;
-  static_assert(kBlocksPerStage == 1 || kStagesPerTile == 1, "a stage is a piece of a row block or several whole ones");
-  static_assert(kBlocksPerStage * kSlices * kSliceBytes == Op::kStageBytes, "packing and policy agree");
+    static constexpr WeightFormat kFormat = static_cast<WeightFormat>(Op::kFormat);
+    using Weights = Format<kFormat>;
+    static constexpr u32 kBlocksPerStage = Op::kStageRows / kRowBlock;
+    static constexpr u32 kStagesPerTile = Op::kK / Op::kStageK;
+    static constexpr u32 kTilesPerExpert = Op::kRows / Op::kStageRows;
+    static constexpr u32 kGroups = Op::kStageK / kSlices / kGroup; // of a slice of a stage
+    static constexpr u32 kSliceBytes = Weights::slice_bytes(kGroups * kGroup);
+    static constexpr u32 kColumnsPerBlock = Op::kSwiglu ? kRowBlock / 2 : kRowBlock;
+    static_assert(kBlocksPerStage == 1 || kStagesPerTile == 1,
+                  "a stage is a piece of a row block or several whole ones");
+    static_assert(kBlocksPerStage * kSlices * kSliceBytes == Op::kStageBytes, "packing and policy agree");
 
-  struct Tiles {
-    template <class Ctx>
-    MEGAGEN_DEVICE Range run(const Ctx& ctx) {
-      return share_of(Op::Table::get(ctx).used() * kTilesPerExpert, ctx.block, Ctx::Kernel::kBlocks);
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
-      const Range r = run(ctx);
-      return (r.last - r.first) * kStagesPerTile;
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE const u8* source(const Ctx& ctx, u32 i) {
-      const u32 tile = run(ctx).first + i / kStagesPerTile;
-      const u32 expert = Op::Table::get(ctx).expert(tile / kTilesPerExpert);
-      const u64 stage = static_cast<u64>(expert * kTilesPerExpert + tile % kTilesPerExpert) * kStagesPerTile + i % kStagesPerTile;
-      return Op::weight(ctx.p) + stage * Op::kStageBytes;
-    }
-  };
-  using Stream = WeightStream<Tiles, Op::kStageBytes, static_cast<Hint>(Op::kHint)>;
-
-  template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
-  MEGAGEN_DEVICE void load_weights(Ctx& ctx) {
-    if (!Op::Table::wait(ctx)) return;
-    Stream::template load<kFirst, kLast, kInFlight>(ctx);
-  }
-
-  template <u32 kFirst, u32 kLast, class Ctx>
-  MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
-    if (!Op::Table::wait(ctx)) return;
-    Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
-  }
-
-  template <u32 kFirstWarp, class Ctx>
-  MEGAGEN_DEVICE void math(Ctx& ctx) {
-    if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return;
-    const ExpertTable table = Op::Table::get(ctx);
-    const Range run = Tiles::run(ctx);
-#pragma unroll 1
-    for (u32 tile = run.first; tile < run.last;) {
-      const u32 used = tile / kTilesPerExpert;
-      const u32 end = (used + 1) * kTilesPerExpert < run.last ? (used + 1) * kTilesPerExpert : run.last;
-      if (!expert_math<kFirstWarp>(ctx, table, used, end - tile)) return;
-      tile = end;
-    }
-  }
-
-  // n tiles of one table entry: its tokens stay in registers.
-  template <u32 kFirstWarp, class Ctx>
-  MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, u32 used, u32 n) {
-    const u32 slice = ctx.warp - kFirstWarp;
-    const u32 column = ctx.lane / 4;
-    const bool valid = column < table.count(used);
-    u32 row = 0;
-    if (valid) {
-      const u32 entry = table.entry(used, column);
-      row = (Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK;
-    }
-    u32 b[kStagesPerTile][kGroups][1][kGroupWords];
-    if (!load_operand<typename Op::In, kStagesPerTile * kGroups>(ctx, b[0][0][0], valid, row, [&](u32 i) {
-          return i / kGroups * Op::kStageK + (slice * kGroups + i % kGroups) * kGroup;
-        }))
-      return false;
-#pragma unroll 1
-    for (u32 i = 0; i < n; ++i) {
-      if constexpr (kBlocksPerStage == 1) {
-        Accumulators<1> acc;
-#pragma unroll
-        for (u32 s = 0; s < kStagesPerTile; ++s) {
-          if (!Ctx::Ring::acquire(ctx)) return false;
-          Weights::template multiply<kGroups, 1>(acc, Ctx::Ring::stage(ctx) + slice * kSliceBytes, ctx.lane, b[s]);
-          Ctx::Ring::release(ctx, acc.sum(0, 0));
+    struct Tiles {
+        template <class Ctx>
+        MEGAGEN_DEVICE Range run(const Ctx& ctx) {
+            return share_of(Op::Table::get(ctx).used() * kTilesPerExpert, ctx.block, Ctx::Kernel::kBlocks);
         }
-        if (!Ctx::Accum::put(ctx, slice, acc)) return false;
-      } else {
-        if (!Ctx::Ring::acquire(ctx)) return false;
-        const u32 stage = Ctx::Ring::stage(ctx) + slice * kSliceBytes;
-        float consumed = 0;
-#pragma unroll 1
-        for (u32 r = 0; r < kBlocksPerStage; ++r) {
-          Accumulators<1> acc;
-          Weights::template multiply<kGroups, 1>(acc, stage + r * kSlices * kSliceBytes, ctx.lane, b[0]);
-          consumed += acc.sum(0, 0);
-          if (!Ctx::Accum::put(ctx, slice, acc)) return false;
+
+        template <class Ctx>
+        MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
+            const Range r = run(ctx);
+            return (r.last - r.first) * kStagesPerTile;
         }
-        Ctx::Ring::release(ctx, consumed);
-      }
-    }
-    return true;
-  }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE void reduce(Ctx& ctx) {
-    if (!Op::Table::wait(ctx)) return;
-    const ExpertTable table = Op::Table::get(ctx);
-    const Range run = Tiles::run(ctx);
-#pragma unroll 1
-    for (u32 tile = run.first; tile < run.last; ++tile) {
-      const u32 used = tile / kTilesPerExpert;
-      float scale[2] = {1.0f, 1.0f};
-      if constexpr (kFormat == WeightFormat::kNvfp4) {
-        const u32 expert = table.expert(used);
-        constexpr u32 kHalves = Op::kSwiglu ? 2 : 1;
-        scale[0] = ptx::ld_constant_f32(Op::scale(ctx.p) + expert * kHalves * 4);
-        scale[1] = kHalves == 1 ? scale[0] : ptx::ld_constant_f32(Op::scale(ctx.p) + (expert * kHalves + 1) * 4);
-      }
-#pragma unroll 1
-      for (u32 r = 0; r < kBlocksPerStage; ++r) {
-        const u32 column = ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock;
-        if (!epilogue(ctx, table, used, column, scale)) return;
-      }
-      Op::Out::publish(ctx);
-    }
-  }
+        template <class Ctx>
+        MEGAGEN_DEVICE const u8* source(const Ctx& ctx, u32 i) {
+            const u32 tile = run(ctx).first + i / kStagesPerTile;
+            const u32 expert = Op::Table::get(ctx).expert(tile / kTilesPerExpert);
+            const u64 stage = static_cast<u64>(expert * kTilesPerExpert + tile % kTilesPerExpert) * kStagesPerTile +
+                              i % kStagesPerTile;
+            return Op::weight(ctx.p) + stage * Op::kStageBytes;
+        }
+    };
+    using Stream = WeightStream<Tiles, Op::kStageBytes, static_cast<Hint>(Op::kHint)>;
 
-  // A row block's columns, token by token in 16 bytes or 32, leave through shared memory: lane (token, quarter) then
-  // serves every fourth destination with whole vectors.
-  template <class Ctx>
-  MEGAGEN_DEVICE bool epilogue(Ctx& ctx, const ExpertTable& table, u32 used, u32 column, const float (&scale)[2]) {
-    constexpr u32 kTokenBytes = kColumnsPerBlock * 2;
-    const u32 scratch = ctx.shared + Op::kOutbox;
-    if (!Ctx::Accum::acquire(ctx)) return false;
-    float c[4];
-    Ctx::Accum::take(ctx, 0, c);
-    Ctx::Accum::release(ctx, c[0]);
-    __syncwarp();
-#pragma unroll
-    for (u32 i = 0; i < 2; ++i) {  // column of the MMA tile: token lane % 4 * 2 + i of the entry
-      const u32 at = scratch + (ctx.lane % 4 * 2 + i) * kTokenBytes + ctx.lane / 4 * 2;
-      if constexpr (Op::kSwiglu) {
-        const float gate = c[i] * scale[0], up = c[2 + i] * scale[1];
-        ptx::st_shared_u16(at, ptx::cvt_bf16x2(__fdividef(gate, 1.0f + __expf(-gate)) * up, 0.0f));
-      } else {
-        const u32 pair = ptx::cvt_bf16x2(c[i] * scale[0], c[2 + i] * scale[0]);
-        ptx::st_shared_u16(at, pair & 0xffffu);
-        ptx::st_shared_u16(at + kRowBlock, pair >> 16);
-      }
+    template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
+    MEGAGEN_DEVICE void load_weights(Ctx& ctx) {
+        if (!Op::Table::wait(ctx)) return;
+        Stream::template load<kFirst, kLast, kInFlight>(ctx);
     }
-    __syncwarp();
-    const u32 token = ctx.lane / 4;
-    if (token < table.count(used)) {
-      const u32 entry = table.entry(used, token);
-      const u32 row = (entry >> 8) * Op::kTopK + (entry & 255);
-      uint4 v[kTokenBytes / 16];
-#pragma unroll
-      for (u32 i = 0; i < kTokenBytes / 16; ++i) v[i] = ptx::ld_shared_v4(scratch + token * kTokenBytes + 16 * i);
+
+    template <u32 kFirst, u32 kLast, class Ctx>
+    MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
+        if (!Op::Table::wait(ctx)) return;
+        Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
+    }
+
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void math(Ctx& ctx) {
+        if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return;
+        const ExpertTable table = Op::Table::get(ctx);
+        const Range run = Tiles::run(ctx);
 #pragma unroll 1
-      for (u32 d = ctx.lane % 4; d < Op::Out::destinations(ctx); d += 4) {
-#pragma unroll
-        for (u32 i = 0; i < kTokenBytes / 16; ++i) Op::Out::send_to(ctx, d, row, column + 8 * i, v[i]);
-      }
+        for (u32 tile = run.first; tile < run.last;) {
+            const u32 used = tile / kTilesPerExpert;
+            const u32 end = (used + 1) * kTilesPerExpert < run.last ? (used + 1) * kTilesPerExpert : run.last;
+            if (!expert_math<kFirstWarp>(ctx, table, used, end - tile)) return;
+            tile = end;
+        }
     }
-    return true;
-  }
+
+    // n tiles of one table entry: its tokens stay in registers.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, u32 used, u32 n) {
+        const u32 slice = ctx.warp - kFirstWarp;
+        const u32 column = ctx.lane / 4;
+        const bool valid = column < table.count(used);
+        u32 row = 0;
+        if (valid) {
+            const u32 entry = table.entry(used, column);
+            row = (Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK;
+        }
+        u32 b[kStagesPerTile][kGroups][1][kGroupWords];
+        if (!load_operand<typename Op::In, kStagesPerTile * kGroups>(ctx, b[0][0][0], valid, row, [&](u32 i) {
+                return i / kGroups * Op::kStageK + (slice * kGroups + i % kGroups) * kGroup;
+            }))
+            return false;
+#pragma unroll 1
+        for (u32 i = 0; i < n; ++i) {
+            if constexpr (kBlocksPerStage == 1) {
+                Accumulators<1> acc;
+#pragma unroll
+                for (u32 s = 0; s < kStagesPerTile; ++s) {
+                    if (!Ctx::Ring::acquire(ctx)) return false;
+                    Weights::template multiply<kGroups, 1>(acc, Ctx::Ring::stage(ctx) + slice * kSliceBytes, ctx.lane,
+                                                           b[s]);
+                    Ctx::Ring::release(ctx, acc.sum(0, 0));
+                }
+                if (!Ctx::Accum::put(ctx, slice, acc)) return false;
+            } else {
+                if (!Ctx::Ring::acquire(ctx)) return false;
+                const u32 stage = Ctx::Ring::stage(ctx) + slice * kSliceBytes;
+                float consumed = 0;
+#pragma unroll 1
+                for (u32 r = 0; r < kBlocksPerStage; ++r) {
+                    Accumulators<1> acc;
+                    Weights::template multiply<kGroups, 1>(acc, stage + r * kSlices * kSliceBytes, ctx.lane, b[0]);
+                    consumed += acc.sum(0, 0);
+                    if (!Ctx::Accum::put(ctx, slice, acc)) return false;
+                }
+                Ctx::Ring::release(ctx, consumed);
+            }
+        }
+        return true;
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE void reduce(Ctx& ctx) {
+        if (!Op::Table::wait(ctx)) return;
+        const ExpertTable table = Op::Table::get(ctx);
+        const Range run = Tiles::run(ctx);
+#pragma unroll 1
+        for (u32 tile = run.first; tile < run.last; ++tile) {
+            const u32 used = tile / kTilesPerExpert;
+            float scale[2] = {1.0f, 1.0f};
+            if constexpr (kFormat == WeightFormat::kNvfp4) {
+                const u32 expert = table.expert(used);
+                constexpr u32 kHalves = Op::kSwiglu ? 2 : 1;
+                scale[0] = ptx::ld_constant_f32(Op::scale(ctx.p) + expert * kHalves * 4);
+                scale[1] =
+                    kHalves == 1 ? scale[0] : ptx::ld_constant_f32(Op::scale(ctx.p) + (expert * kHalves + 1) * 4);
+            }
+#pragma unroll 1
+            for (u32 r = 0; r < kBlocksPerStage; ++r) {
+                const u32 column = ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock;
+                if (!epilogue(ctx, table, used, column, scale)) return;
+            }
+            Op::Out::publish(ctx);
+        }
+    }
+
+    // A row block's columns, token by token in 16 bytes or 32, leave through shared memory: lane (token, quarter) then
+    // serves every fourth destination with whole vectors.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool epilogue(Ctx& ctx, const ExpertTable& table, u32 used, u32 column, const float (&scale)[2]) {
+        constexpr u32 kTokenBytes = kColumnsPerBlock * 2;
+        const u32 scratch = ctx.shared + Op::kOutbox;
+        if (!Ctx::Accum::acquire(ctx)) return false;
+        float c[4];
+        Ctx::Accum::take(ctx, 0, c);
+        Ctx::Accum::release(ctx, c[0]);
+        __syncwarp();
+#pragma unroll
+        for (u32 i = 0; i < 2; ++i) { // column of the MMA tile: token lane % 4 * 2 + i of the entry
+            const u32 at = scratch + (ctx.lane % 4 * 2 + i) * kTokenBytes + ctx.lane / 4 * 2;
+            if constexpr (Op::kSwiglu) {
+                const float gate = c[i] * scale[0], up = c[2 + i] * scale[1];
+                ptx::st_shared_u16(at, ptx::cvt_bf16x2(__fdividef(gate, 1.0f + __expf(-gate)) * up, 0.0f));
+            } else {
+                const u32 pair = ptx::cvt_bf16x2(c[i] * scale[0], c[2 + i] * scale[0]);
+                ptx::st_shared_u16(at, pair & 0xffffu);
+                ptx::st_shared_u16(at + kRowBlock, pair >> 16);
+            }
+        }
+        __syncwarp();
+        const u32 token = ctx.lane / 4;
+        if (token < table.count(used)) {
+            const u32 entry = table.entry(used, token);
+            const u32 row = (entry >> 8) * Op::kTopK + (entry & 255);
+            uint4 v[kTokenBytes / 16];
+#pragma unroll
+            for (u32 i = 0; i < kTokenBytes / 16; ++i) v[i] = ptx::ld_shared_v4(scratch + token * kTokenBytes + 16 * i);
+#pragma unroll 1
+            for (u32 d = ctx.lane % 4; d < Op::Out::destinations(ctx); d += 4) {
+#pragma unroll
+                for (u32 i = 0; i < kTokenBytes / 16; ++i) Op::Out::send_to(ctx, d, row, column + 8 * i, v[i]);
+            }
+        }
+        return true;
+    }
 };
 
-}  // namespace megagen::ops
+} // namespace megagen::ops

@@ -9,54 +9,58 @@ namespace megagen::ops {
 // Op: kWidth, kEps, In, Out, gain(params), Group, kScratch.
 template <class Op>
 struct RmsNorm {
-  static constexpr u32 kPer = 16 / Op::In::kElementBytes;
-  using Slice = RowSlice<Op::kWidth, kPer>;
-  static constexpr u32 kN = Slice::kVectors;
+    static constexpr u32 kPer = 16 / Op::In::kElementBytes;
+    using Slice = RowSlice<Op::kWidth, kPer>;
+    static constexpr u32 kN = Slice::kVectors;
 
-  template <u32 kFirstWarp, class Ctx>
-  MEGAGEN_DEVICE void compute(Ctx& ctx) {
-    const u32 slice = ctx.warp - kFirstWarp;
-    const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
-    if (mine.first == mine.last) return;
-    float gain[kN][kPer];
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void compute(Ctx& ctx) {
+        const u32 slice = ctx.warp - kFirstWarp;
+        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        if (mine.first == mine.last) return;
+        float gain[kN][kPer];
 #pragma unroll
-    for (u32 i = 0; i < kN; ++i) {
+        for (u32 i = 0; i < kN; ++i) {
 #pragma unroll
-      for (u32 e = 0; e < kPer; e += 4) {
-        const float4 x = ptx::ld_constant_f4(Op::gain(ctx.p) + (Slice::element(slice, ctx.lane, i) + e) * 4);
-        gain[i][e] = 1.0f + x.x, gain[i][e + 1] = 1.0f + x.y, gain[i][e + 2] = 1.0f + x.z, gain[i][e + 3] = 1.0f + x.w;
-      }
-    }
-    if (!Op::In::wait(ctx)) return;
+            for (u32 e = 0; e < kPer; e += 4) {
+                const float4 x = ptx::ld_constant_f4(Op::gain(ctx.p) + (Slice::element(slice, ctx.lane, i) + e) * 4);
+                gain[i][e] = 1.0f + x.x, gain[i][e + 1] = 1.0f + x.y, gain[i][e + 2] = 1.0f + x.z,
+                gain[i][e + 3] = 1.0f + x.w;
+            }
+        }
+        if (!Op::In::wait(ctx)) return;
 #pragma unroll 1
-    for (u32 token = mine.first; token < mine.last; ++token) {
-      uint4 v[kN];
-      if (!Op::In::read(ctx, v, true, [&](u32 i) { return token * Op::kWidth + Slice::element(slice, ctx.lane, i); })) return;
-      float x[kN][kPer];
-      float square[1] = {0};
+        for (u32 token = mine.first; token < mine.last; ++token) {
+            uint4 v[kN];
+            if (!Op::In::read(ctx, v, true,
+                              [&](u32 i) { return token * Op::kWidth + Slice::element(slice, ctx.lane, i); }))
+                return;
+            float x[kN][kPer];
+            float square[1] = {0};
 #pragma unroll
-      for (u32 i = 0; i < kN; ++i) {
-        unpack<kPer>(v[i], x[i]);
+            for (u32 i = 0; i < kN; ++i) {
+                unpack<kPer>(v[i], x[i]);
 #pragma unroll
-        for (u32 e = 0; e < kPer; ++e) square[0] = fmaf(x[i][e], x[i][e], square[0]);
-      }
-      if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square)) return;
-      const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
+                for (u32 e = 0; e < kPer; ++e) square[0] = fmaf(x[i][e], x[i][e], square[0]);
+            }
+            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square))
+                return;
+            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
 #pragma unroll
-      for (u32 i = 0; i < kN; ++i) {
-        u32 word[kPer / 2];
+            for (u32 i = 0; i < kN; ++i) {
+                u32 word[kPer / 2];
 #pragma unroll
-        for (u32 e = 0; e < kPer; e += 2)
-          word[e / 2] = ptx::cvt_bf16x2(x[i][e] * r * gain[i][e], x[i][e + 1] * r * gain[i][e + 1]);
-        const u32 element = Slice::element(slice, ctx.lane, i);
-        if constexpr (kPer == 8)
-          Op::Out::send(ctx, token, element, uint4{word[0], word[1], word[2], word[3]});
-        else
-          Op::Out::send(ctx, token, element, uint2{word[0], word[1]});
-      }
-      Op::Out::publish(ctx);
+                for (u32 e = 0; e < kPer; e += 2)
+                    word[e / 2] = ptx::cvt_bf16x2(x[i][e] * r * gain[i][e], x[i][e + 1] * r * gain[i][e + 1]);
+                const u32 element = Slice::element(slice, ctx.lane, i);
+                if constexpr (kPer == 8)
+                    Op::Out::send(ctx, token, element, uint4{word[0], word[1], word[2], word[3]});
+                else
+                    Op::Out::send(ctx, token, element, uint2{word[0], word[1]});
+            }
+            Op::Out::publish(ctx);
+        }
     }
-  }
 };
 
-}  // namespace megagen::ops
+} // namespace megagen::ops

@@ -7,36 +7,36 @@
 
 namespace megagen::ops {
 
-constexpr u32 kWhole = 1024;  // shares of a block's stages are given in 1/1024
+constexpr u32 kWhole = 1024; // shares of a block's stages are given in 1/1024
 
 template <class Tiles, u32 kBytes, Hint kHint>
 struct WeightStream {
-  // Stages [first, last) of this block, in shares, at most kInFlight on their way at once.
-  template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
-  MEGAGEN_DEVICE void load(Ctx& ctx) {
-    const u32 n = Tiles::count(ctx);
-    const u32 last = n * kLast / kWhole;
-    const u64 policy = cache_policy<kHint>();
+    // Stages [first, last) of this block, in shares, at most kInFlight on their way at once.
+    template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
+    MEGAGEN_DEVICE void load(Ctx& ctx) {
+        const u32 n = Tiles::count(ctx);
+        const u32 last = n * kLast / kWhole;
+        const u64 policy = cache_policy<kHint>();
 #pragma unroll 1
-    for (u32 i = n * kFirst / kWhole; i < last; ++i)
-      if (!Ctx::Ring::template load<kInFlight, kHint>(ctx, Tiles::source(ctx, i), kBytes, policy)) return;
-  }
-
-  template <u32 kFirst, u32 kLast, Hint kL2Hint, class Ctx>
-  MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
-    if (ctx.dead) return;
-    const u32 n = Tiles::count(ctx);
-    const u32 last = n * kLast / kWhole;
-    const u64 policy = cache_policy<kL2Hint>();
-#pragma unroll 1
-    for (u32 i = n * kFirst / kWhole + ctx.lane; i < last; i += 32) {
-      if constexpr (kL2Hint == Hint::kEvictNormal)
-        ptx::bulk_prefetch_l2(Tiles::source(ctx, i), kBytes);
-      else
-        ptx::bulk_prefetch_l2_hint(Tiles::source(ctx, i), kBytes, policy);
+        for (u32 i = n * kFirst / kWhole; i < last; ++i)
+            if (!Ctx::Ring::template load<kInFlight, kHint>(ctx, Tiles::source(ctx, i), kBytes, policy)) return;
     }
-    __syncwarp();
-  }
+
+    template <u32 kFirst, u32 kLast, Hint kL2Hint, class Ctx>
+    MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
+        if (ctx.dead) return;
+        const u32 n = Tiles::count(ctx);
+        const u32 last = n * kLast / kWhole;
+        const u64 policy = cache_policy<kL2Hint>();
+#pragma unroll 1
+        for (u32 i = n * kFirst / kWhole + ctx.lane; i < last; i += 32) {
+            if constexpr (kL2Hint == Hint::kEvictNormal)
+                ptx::bulk_prefetch_l2(Tiles::source(ctx, i), kBytes);
+            else
+                ptx::bulk_prefetch_l2_hint(Tiles::source(ctx, i), kBytes, policy);
+        }
+        __syncwarp();
+    }
 };
 
-}  // namespace megagen::ops
+} // namespace megagen::ops

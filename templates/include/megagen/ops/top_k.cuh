@@ -10,40 +10,40 @@ namespace megagen {
 // ascending in both, so that an entry fits one n8 MMA tile. An expert with more tokens has two entries. The order does
 // not depend on how the launch is placed.
 struct ExpertTable {
-  static constexpr u32 kPairs = 128;                     // tokens * top_k at most, and so entries
-  static constexpr u32 kColumns = 8;                     // tokens of an entry
-  static constexpr u32 kUsed = 0;                        // u32: entries
-  static constexpr u32 kMasks = 16;                      // u32[256]: tokens of each expert
-  static constexpr u32 kFirst = kMasks + 4 * 256;        // u16[256]: its first entry
-  static constexpr u32 kExpert = kFirst + 2 * 256;       // u16[kPairs]: an entry's expert
-  static constexpr u32 kCount = kExpert + 2 * kPairs;    // u16[kPairs]: its tokens
-  static constexpr u32 kEntries = kCount + 2 * kPairs;   // u16[kPairs][kColumns]: token << 8 | slot
-  static constexpr u32 kBytes = kEntries + 2 * kColumns * kPairs;
+    static constexpr u32 kPairs = 128;                   // tokens * top_k at most, and so entries
+    static constexpr u32 kColumns = 8;                   // tokens of an entry
+    static constexpr u32 kUsed = 0;                      // u32: entries
+    static constexpr u32 kMasks = 16;                    // u32[256]: tokens of each expert
+    static constexpr u32 kFirst = kMasks + 4 * 256;      // u16[256]: its first entry
+    static constexpr u32 kExpert = kFirst + 2 * 256;     // u16[kPairs]: an entry's expert
+    static constexpr u32 kCount = kExpert + 2 * kPairs;  // u16[kPairs]: its tokens
+    static constexpr u32 kEntries = kCount + 2 * kPairs; // u16[kPairs][kColumns]: token << 8 | slot
+    static constexpr u32 kBytes = kEntries + 2 * kColumns * kPairs;
 
-  u32 base;
+    u32 base;
 
-  __device__ __forceinline__ u32 used() const { return ptx::ld_shared_u32(base + kUsed); }
-  __device__ __forceinline__ u32 expert(u32 i) const { return ptx::ld_shared_u16(base + kExpert + 2 * i); }
-  __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u16(base + kCount + 2 * i); }
-  __device__ __forceinline__ u32 entry(u32 i, u32 column) const {
-    return ptx::ld_shared_u16(base + kEntries + (i * kColumns + column) * 2);
-  }
+    __device__ __forceinline__ u32 used() const { return ptx::ld_shared_u32(base + kUsed); }
+    __device__ __forceinline__ u32 expert(u32 i) const { return ptx::ld_shared_u16(base + kExpert + 2 * i); }
+    __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u16(base + kCount + 2 * i); }
+    __device__ __forceinline__ u32 entry(u32 i, u32 column) const {
+        return ptx::ld_shared_u16(base + kEntries + (i * kColumns + column) * 2);
+    }
 };
 
 // The table as ops see it: wait for it once, then read.
 template <class T>
 struct TableChannel {
-  using Description = T;
+    using Description = T;
 
-  template <class Ctx>
-  MEGAGEN_DEVICE bool wait(Ctx& ctx) {
-    return Event<typename T::Ready>::wait(ctx);
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE bool wait(Ctx& ctx) {
+        return Event<typename T::Ready>::wait(ctx);
+    }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE ExpertTable get(const Ctx& ctx) {
-    return {ctx.shared + T::kOffset};
-  }
+    template <class Ctx>
+    MEGAGEN_DEVICE ExpertTable get(const Ctx& ctx) {
+        return {ctx.shared + T::kOffset};
+    }
 };
 
 namespace ops {
@@ -51,146 +51,153 @@ namespace ops {
 // Op: kExperts, kTopK, kChunks, kMultiplier, kSumEps, kScale, Logits, Routes, Table, bias(params).
 template <class Op>
 struct TopK {
-  static constexpr u32 kPer = 8;  // experts a lane
-  static_assert(Op::kExperts <= 32 * kPer && Op::kExperts % kPer == 0 && Op::kTopK == 8, "one warp ranks a token's experts");
+    static constexpr u32 kPer = 8; // experts a lane
+    static_assert(Op::kExperts <= 32 * kPer && Op::kExperts % kPer == 0 && Op::kTopK == 8,
+                  "one warp ranks a token's experts");
 
-  // Larger float, larger key; NaN below every number, 0 below NaN (taken already).
-  MEGAGEN_DEVICE u32 key(float score) {
-    const u32 bits = __float_as_uint(score);
-    if (score != score) return 1;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-  }
-
-  template <class Ctx>
-  MEGAGEN_DEVICE void select(Ctx& ctx) {
-    if (!Op::Logits::wait(ctx)) return;
-    const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
-    const bool valid = ctx.lane * kPer < Op::kExperts;
-    float bias[kPer] = {};
-    if (valid) {
-#pragma unroll
-      for (u32 h = 0; h < 2; ++h) {
-        const float4 x = ptx::ld_constant_f4(Op::bias(ctx.p) + (ctx.lane * kPer + 4 * h) * 4);
-        bias[4 * h] = x.x, bias[4 * h + 1] = x.y, bias[4 * h + 2] = x.z, bias[4 * h + 3] = x.w;
-      }
+    // Larger float, larger key; NaN below every number, 0 below NaN (taken already).
+    MEGAGEN_DEVICE u32 key(float score) {
+        const u32 bits = __float_as_uint(score);
+        if (score != score) return 1;
+        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
     }
-#pragma unroll 1
-    for (u32 token = mine.first; token < mine.last; ++token) {
-      constexpr u32 kBatch = Op::kChunks % 4 ? Op::kChunks : 4;
-      float p[kPer] = {};
-#pragma unroll 1
-      for (u32 c = 0; c < Op::kChunks; c += kBatch) {
-        uint4 v[2 * kBatch];
-        const auto index = [&](u32 i) {
-          const u32 row_block = ctx.lane / 2, half = ctx.lane % 2 * 8;
-          return (((c + i / 2) * (Op::kExperts / kRowBlock) + row_block) * Ctx::Kernel::kTokens + token) * kRowBlock + half + i % 2 * 4;
-        };
-        if (!Op::Logits::read(ctx, v, valid, index)) return;
-        Op::Logits::template release<2 * kBatch>(ctx, valid, index);
+
+    template <class Ctx>
+    MEGAGEN_DEVICE void select(Ctx& ctx) {
+        if (!Op::Logits::wait(ctx)) return;
+        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const bool valid = ctx.lane * kPer < Op::kExperts;
+        float bias[kPer] = {};
+        if (valid) {
 #pragma unroll
-        for (u32 i = 0; i < kBatch; ++i) add_row(p, v[2 * i], v[2 * i + 1]);
-      }
-      u32 keys[kPer];
-#pragma unroll
-      for (u32 i = 0; i < kPer; ++i) {
-        p[i] = __fdividef(1.0f, 1.0f + __expf(-(p[i] * Op::kMultiplier)));
-        keys[i] = valid ? key(p[i] + bias[i]) : 0;
-      }
-      u32 id = 0;  // lane s: the expert of slot s
-#pragma unroll 1
-      for (u32 slot = 0; slot < Op::kTopK; ++slot) {
-        u32 best = 0, at = 0;
-#pragma unroll
-        for (u32 i = 0; i < kPer; ++i) {
-          if (keys[i] > best) best = keys[i], at = i;
+            for (u32 h = 0; h < 2; ++h) {
+                const float4 x = ptx::ld_constant_f4(Op::bias(ctx.p) + (ctx.lane * kPer + 4 * h) * 4);
+                bias[4 * h] = x.x, bias[4 * h + 1] = x.y, bias[4 * h + 2] = x.z, bias[4 * h + 3] = x.w;
+            }
         }
-        const u32 top = __reduce_max_sync(kFullMask, best);
-        const u32 winner = __ffs(__ballot_sync(kFullMask, best == top)) - 1;
-        const u32 chosen = __shfl_sync(kFullMask, ctx.lane * kPer + at, winner);
-        if (ctx.lane == slot) id = chosen;
+#pragma unroll 1
+        for (u32 token = mine.first; token < mine.last; ++token) {
+            constexpr u32 kBatch = Op::kChunks % 4 ? Op::kChunks : 4;
+            float p[kPer] = {};
+#pragma unroll 1
+            for (u32 c = 0; c < Op::kChunks; c += kBatch) {
+                uint4 v[2 * kBatch];
+                const auto index = [&](u32 i) {
+                    const u32 row_block = ctx.lane / 2, half = ctx.lane % 2 * 8;
+                    return (((c + i / 2) * (Op::kExperts / kRowBlock) + row_block) * Ctx::Kernel::kTokens + token) *
+                               kRowBlock +
+                           half + i % 2 * 4;
+                };
+                if (!Op::Logits::read(ctx, v, valid, index)) return;
+                Op::Logits::template release<2 * kBatch>(ctx, valid, index);
 #pragma unroll
-        for (u32 i = 0; i < kPer; ++i) {
-          if (chosen == ctx.lane * kPer + i) keys[i] = 0;
+                for (u32 i = 0; i < kBatch; ++i) add_row(p, v[2 * i], v[2 * i + 1]);
+            }
+            u32 keys[kPer];
+#pragma unroll
+            for (u32 i = 0; i < kPer; ++i) {
+                p[i] = __fdividef(1.0f, 1.0f + __expf(-(p[i] * Op::kMultiplier)));
+                keys[i] = valid ? key(p[i] + bias[i]) : 0;
+            }
+            u32 id = 0; // lane s: the expert of slot s
+#pragma unroll 1
+            for (u32 slot = 0; slot < Op::kTopK; ++slot) {
+                u32 best = 0, at = 0;
+#pragma unroll
+                for (u32 i = 0; i < kPer; ++i) {
+                    if (keys[i] > best) best = keys[i], at = i;
+                }
+                const u32 top = __reduce_max_sync(kFullMask, best);
+                const u32 winner = __ffs(__ballot_sync(kFullMask, best == top)) - 1;
+                const u32 chosen = __shfl_sync(kFullMask, ctx.lane * kPer + at, winner);
+                if (ctx.lane == slot) id = chosen;
+#pragma unroll
+                for (u32 i = 0; i < kPer; ++i) {
+                    if (chosen == ctx.lane * kPer + i) keys[i] = 0;
+                }
+            }
+            if (ctx.p.sys.route_override != nullptr) { // a row forces all of a token's experts or none
+                const u32 slot = ctx.lane % Op::kTopK;
+                const u32 forced = ptx::ld_relaxed_gpu(ctx.p.sys.route_override + token * Op::kTopK + slot);
+                if (__all_sync(kFullMask, forced < Op::kExperts) && ctx.lane < Op::kTopK) id = forced;
+            }
+            float mine_p = 0, sum = 0;
+#pragma unroll
+            for (u32 i = 0; i < kPer; ++i) {
+                const float theirs = __shfl_sync(kFullMask, p[i], id / kPer);
+                if (id % kPer == i) mine_p = theirs;
+            }
+#pragma unroll
+            for (u32 slot = 0; slot < Op::kTopK; ++slot) sum += __shfl_sync(kFullMask, mine_p, slot);
+            if (ctx.lane < Op::kTopK) {
+                Op::Routes::send(ctx, token, ctx.lane, id);
+                Op::Routes::send(ctx, token, Op::kTopK + ctx.lane,
+                                 __float_as_uint(__fdividef(mine_p, sum + Op::kSumEps) * Op::kScale));
+            }
+            Op::Routes::publish(ctx);
         }
-      }
-      if (ctx.p.sys.route_override != nullptr) {  // a row forces all of a token's experts or none
-        const u32 slot = ctx.lane % Op::kTopK;
-        const u32 forced = ptx::ld_relaxed_gpu(ctx.p.sys.route_override + token * Op::kTopK + slot);
-        if (__all_sync(kFullMask, forced < Op::kExperts) && ctx.lane < Op::kTopK) id = forced;
-      }
-      float mine_p = 0, sum = 0;
-#pragma unroll
-      for (u32 i = 0; i < kPer; ++i) {
-        const float theirs = __shfl_sync(kFullMask, p[i], id / kPer);
-        if (id % kPer == i) mine_p = theirs;
-      }
-#pragma unroll
-      for (u32 slot = 0; slot < Op::kTopK; ++slot) sum += __shfl_sync(kFullMask, mine_p, slot);
-      if (ctx.lane < Op::kTopK) {
-        Op::Routes::send(ctx, token, ctx.lane, id);
-        Op::Routes::send(ctx, token, Op::kTopK + ctx.lane, __float_as_uint(__fdividef(mine_p, sum + Op::kSumEps) * Op::kScale));
-      }
-      Op::Routes::publish(ctx);
     }
-  }
 
-  MEGAGEN_DEVICE u32 tokens_of(u32 table, u32 expert) {
-    return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));
-  }
+    MEGAGEN_DEVICE u32 tokens_of(u32 table, u32 expert) {
+        return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));
+    }
 
-  // Lane: four (token, slot) pairs, and eight experts. Ids are masked, so that garbage stays in bounds.
-  template <class Ctx>
-  MEGAGEN_DEVICE void tables(Ctx& ctx) {
-    if (!Op::Routes::wait(ctx)) return;
-    const u32 base = Op::Table::get(ctx).base;
-    const u32 token = ctx.lane / 2, first = ctx.lane % 2 * 4;
-    const bool valid = token < ctx.tokens;
-    uint4 v[1];
-    if (!Op::Routes::read(ctx, v, valid, [&](u32) { return token * 2 * Op::kTopK + first; })) return;
-    const u32 ids[4] = {v[0].x & 255, v[0].y & 255, v[0].z & 255, v[0].w & 255};
+    // Lane: four (token, slot) pairs, and eight experts. Ids are masked, so that garbage stays in bounds.
+    template <class Ctx>
+    MEGAGEN_DEVICE void tables(Ctx& ctx) {
+        if (!Op::Routes::wait(ctx)) return;
+        const u32 base = Op::Table::get(ctx).base;
+        const u32 token = ctx.lane / 2, first = ctx.lane % 2 * 4;
+        const bool valid = token < ctx.tokens;
+        uint4 v[1];
+        if (!Op::Routes::read(ctx, v, valid, [&](u32) { return token * 2 * Op::kTopK + first; })) return;
+        const u32 ids[4] = {v[0].x & 255, v[0].y & 255, v[0].z & 255, v[0].w & 255};
 #pragma unroll
-    for (u32 i = 0; i < kPer; ++i) ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);
-    __syncwarp();
-    if (valid) {
+        for (u32 i = 0; i < kPer; ++i) ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);
+        __syncwarp();
+        if (valid) {
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);
-    }
-    __syncwarp();
-    u32 entries = 0;
+            for (u32 i = 0; i < 4; ++i) ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);
+        }
+        __syncwarp();
+        u32 entries = 0;
 #pragma unroll
-    for (u32 i = 0; i < kPer; ++i)
-      entries += (tokens_of(base, ctx.lane * kPer + i) + ExpertTable::kColumns - 1) / ExpertTable::kColumns;
-    u32 end = entries;
+        for (u32 i = 0; i < kPer; ++i)
+            entries += (tokens_of(base, ctx.lane * kPer + i) + ExpertTable::kColumns - 1) / ExpertTable::kColumns;
+        u32 end = entries;
 #pragma unroll
-    for (u32 d = 1; d < 32; d *= 2) {
-      const u32 below = __shfl_up_sync(kFullMask, end, d);
-      if (ctx.lane >= d) end += below;
-    }
-    if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, end);
-    u32 at = end - entries;
+        for (u32 d = 1; d < 32; d *= 2) {
+            const u32 below = __shfl_up_sync(kFullMask, end, d);
+            if (ctx.lane >= d) end += below;
+        }
+        if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, end);
+        u32 at = end - entries;
 #pragma unroll 1
-    for (u32 expert = ctx.lane * kPer; expert < (ctx.lane + 1) * kPer; ++expert) {
-      ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, at);
-      const u32 n = tokens_of(base, expert);
+        for (u32 expert = ctx.lane * kPer; expert < (ctx.lane + 1) * kPer; ++expert) {
+            ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, at);
+            const u32 n = tokens_of(base, expert);
 #pragma unroll 1
-      for (u32 done = 0; done < n; done += ExpertTable::kColumns, ++at) {
-        const u32 left = n - done;
-        ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * at, expert);
-        ptx::st_shared_u16(base + ExpertTable::kCount + 2 * at, left < ExpertTable::kColumns ? left : ExpertTable::kColumns);
-      }
-    }
-    __syncwarp();
-    if (valid) {
+            for (u32 done = 0; done < n; done += ExpertTable::kColumns, ++at) {
+                const u32 left = n - done;
+                ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * at, expert);
+                ptx::st_shared_u16(base + ExpertTable::kCount + 2 * at,
+                                   left < ExpertTable::kColumns ? left : ExpertTable::kColumns);
+            }
+        }
+        __syncwarp();
+        if (valid) {
 #pragma unroll
-      for (u32 i = 0; i < 4; ++i) {
-        const u32 rank = __popc(ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]) & ((1u << token) - 1));
-        const u32 place = ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i]) * ExpertTable::kColumns + rank;
-        ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * place, token << 8 | (first + i));
-      }
+            for (u32 i = 0; i < 4; ++i) {
+                const u32 rank =
+                    __popc(ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]) & ((1u << token) - 1));
+                const u32 place =
+                    ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i]) * ExpertTable::kColumns + rank;
+                ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * place, token << 8 | (first + i));
+            }
+        }
+        Event<typename Op::Table::Description::Ready>::arrive(ctx);
     }
-    Event<typename Op::Table::Description::Ready>::arrive(ctx);
-  }
 };
 
-}  // namespace ops
-}  // namespace megagen
+} // namespace ops
+} // namespace megagen

@@ -7,22 +7,22 @@ namespace megagen::ptx {
 
 // Rounds to nearest even; NaN becomes 0x7fff.
 MEGAGEN_DEVICE u32 cvt_bf16x2(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
+    u32 v;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+    return v;
 }
 
 // Exact where the product has at most 8 significant bits; subnormals are kept.
 MEGAGEN_DEVICE u32 mul_bf16x2(u32 a, u32 b) {
-  u32 v;
-  asm("mul.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
-  return v;
+    u32 v;
+    asm("mul.bf16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
+    return v;
 }
 
 MEGAGEN_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
-  u32 v;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
-  return v;
+    u32 v;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
+    return v;
 }
 
-}  // namespace megagen::ptx
+} // namespace megagen::ptx

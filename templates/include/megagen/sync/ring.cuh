@@ -10,71 +10,71 @@ enum class Hint : u32 { kEvictNormal = 0, kEvictFirst = 1, kEvictLast = 2 };
 
 template <Hint kHint>
 MEGAGEN_DEVICE u64 cache_policy() {
-  if constexpr (kHint == Hint::kEvictLast) return ptx::policy_evict_last();
-  return ptx::policy_evict_first();
+    if constexpr (kHint == Hint::kEvictLast) return ptx::policy_evict_last();
+    return ptx::policy_evict_first();
 }
 
 // R: kStages, kStageBytes, kOffset, and the barrier families Full and Empty.
 template <class R>
 struct Ring {
-  using Full = Barrier<typename R::Full>;
-  using Empty = Barrier<typename R::Empty>;
+    using Full = Barrier<typename R::Full>;
+    using Empty = Barrier<typename R::Empty>;
 
-  template <class Ctx>
-  MEGAGEN_DEVICE u32 stage(const Ctx& ctx) {
-    return ctx.shared + R::kOffset + ctx.ring.slot * R::kStageBytes;
-  }
-
-  // Producer warp. Waits for the slot, and until fewer than kInFlight earlier stages are still under way.
-  template <u32 kInFlight, Hint kHint, class Ctx>
-  MEGAGEN_DEVICE bool load(Ctx& ctx, const void* src, u32 bytes, u64 policy) {
-    if (!Empty::wait(ctx, ctx.ring.slot, ctx.ring.phase ^ 1)) return false;
-    if constexpr (kInFlight < R::kStages) {
-      if (ctx.ring_loads >= kInFlight) {
-        const bool wrapped = ctx.ring.slot < kInFlight;
-        const u32 slot = ctx.ring.slot + (wrapped ? R::kStages : 0) - kInFlight;
-        if (!Full::wait(ctx, slot, ctx.ring.phase ^ (wrapped ? 1 : 0))) return false;
-      }
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 stage(const Ctx& ctx) {
+        return ctx.shared + R::kOffset + ctx.ring.slot * R::kStageBytes;
     }
-    if (ctx.lane == 0) {
-      const u32 bar = Full::address(ctx, ctx.ring.slot);
-      ptx::mbarrier_arrive_expect_tx(bar, bytes);
-      if constexpr (kHint == Hint::kEvictNormal)
-        ptx::bulk_load(stage(ctx), src, bytes, bar);
-      else
-        ptx::bulk_load_hint(stage(ctx), src, bytes, bar, policy);
+
+    // Producer warp. Waits for the slot, and until fewer than kInFlight earlier stages are still under way.
+    template <u32 kInFlight, Hint kHint, class Ctx>
+    MEGAGEN_DEVICE bool load(Ctx& ctx, const void* src, u32 bytes, u64 policy) {
+        if (!Empty::wait(ctx, ctx.ring.slot, ctx.ring.phase ^ 1)) return false;
+        if constexpr (kInFlight < R::kStages) {
+            if (ctx.ring_loads >= kInFlight) {
+                const bool wrapped = ctx.ring.slot < kInFlight;
+                const u32 slot = ctx.ring.slot + (wrapped ? R::kStages : 0) - kInFlight;
+                if (!Full::wait(ctx, slot, ctx.ring.phase ^ (wrapped ? 1 : 0))) return false;
+            }
+        }
+        if (ctx.lane == 0) {
+            const u32 bar = Full::address(ctx, ctx.ring.slot);
+            ptx::mbarrier_arrive_expect_tx(bar, bytes);
+            if constexpr (kHint == Hint::kEvictNormal)
+                ptx::bulk_load(stage(ctx), src, bytes, bar);
+            else
+                ptx::bulk_load_hint(stage(ctx), src, bytes, bar, policy);
+        }
+        __syncwarp();
+        ctx.ring.advance();
+        ++ctx.ring_loads;
+        return true;
     }
-    __syncwarp();
-    ctx.ring.advance();
-    ++ctx.ring_loads;
-    return true;
-  }
 
-  template <class Ctx>
-  MEGAGEN_DEVICE bool acquire(Ctx& ctx) {
-    return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);
-  }
-
-  // `consumed` must be computed from everything that was read from the stage: a load that is still on its way
-  // when the slot is handed back can return the next stage's bytes.
-  template <class Ctx>
-  MEGAGEN_DEVICE void release(Ctx& ctx, float consumed) {
-    Empty::arrive_consumed(ctx, ctx.ring.slot, consumed);
-    ctx.ring.advance();
-  }
-
-  // Producer warp: waits until every copy that it issued has landed.
-  template <class Ctx>
-  MEGAGEN_DEVICE void drain(Ctx& ctx) {
-    const u32 n = ctx.ring_loads < R::kStages ? ctx.ring_loads : R::kStages;
-    for (u32 back = 1; back <= n; ++back) {
-      const bool wrapped = ctx.ring.slot < back;
-      const u32 slot = ctx.ring.slot + (wrapped ? R::kStages : 0) - back;
-      const u32 bar = Full::address(ctx, slot);
-      while (!ptx::mbarrier_try_wait_parity(bar, ctx.ring.phase ^ (wrapped ? 1 : 0))) {
-      }
+    template <class Ctx>
+    MEGAGEN_DEVICE bool acquire(Ctx& ctx) {
+        return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);
     }
-  }
+
+    // `consumed` must be computed from everything that was read from the stage: a load that is still on its way
+    // when the slot is handed back can return the next stage's bytes.
+    template <class Ctx>
+    MEGAGEN_DEVICE void release(Ctx& ctx, float consumed) {
+        Empty::arrive_consumed(ctx, ctx.ring.slot, consumed);
+        ctx.ring.advance();
+    }
+
+    // Producer warp: waits until every copy that it issued has landed.
+    template <class Ctx>
+    MEGAGEN_DEVICE void drain(Ctx& ctx) {
+        const u32 n = ctx.ring_loads < R::kStages ? ctx.ring_loads : R::kStages;
+        for (u32 back = 1; back <= n; ++back) {
+            const bool wrapped = ctx.ring.slot < back;
+            const u32 slot = ctx.ring.slot + (wrapped ? R::kStages : 0) - back;
+            const u32 bar = Full::address(ctx, slot);
+            while (!ptx::mbarrier_try_wait_parity(bar, ctx.ring.phase ^ (wrapped ? 1 : 0))) {
+            }
+        }
+    }
 };
 
-}  // namespace megagen
+} // namespace megagen

@@ -9,25 +9,25 @@ namespace megagen {
 // `slot`: what a lane is waiting for, for the hang record.
 template <class Ctx, class Ready>
 MEGAGEN_DEVICE bool wait_until(Ctx& ctx, u32 edge, u32 slot, u32 phase, Ready ready) {
-  using K = typename Ctx::Kernel;
-  if (ctx.dead) return false;
-  constexpr u32 kPollsPerCheck = K::kBoundedWaits ? 16 : 1024;
-  u32 began = 0;
+    using K = typename Ctx::Kernel;
+    if (ctx.dead) return false;
+    constexpr u32 kPollsPerCheck = K::kBoundedWaits ? 16 : 1024;
+    u32 began = 0;
 #pragma unroll 1
-  for (u32 spin = 0;; ++spin) {
-    const bool ok = ready();
-    if (__all_sync(kFullMask, ok)) return true;
-    if (spin % kPollsPerCheck == kPollsPerCheck - 1) {
-      const u32 now = ptx::globaltimer_lo();
-      if (spin == kPollsPerCheck - 1) began = now;
-      const bool expired = K::kBoundedWaits && now - began > ctx.p.sys.timeout_ns && ctx.p.sys.timeout_ns != 0;
-      const bool woken = ptx::ld_relaxed_sys(ctx.heap() + K::kAbortOffset) != 0;
-      if (__any_sync(kFullMask, expired || woken)) {
-        debug::give_up(ctx, !ok, woken ? debug::kWoken : debug::kExpired, edge, slot, phase);
-        return false;
-      }
+    for (u32 spin = 0;; ++spin) {
+        const bool ok = ready();
+        if (__all_sync(kFullMask, ok)) return true;
+        if (spin % kPollsPerCheck == kPollsPerCheck - 1) {
+            const u32 now = ptx::globaltimer_lo();
+            if (spin == kPollsPerCheck - 1) began = now;
+            const bool expired = K::kBoundedWaits && now - began > ctx.p.sys.timeout_ns && ctx.p.sys.timeout_ns != 0;
+            const bool woken = ptx::ld_relaxed_sys(ctx.heap() + K::kAbortOffset) != 0;
+            if (__any_sync(kFullMask, expired || woken)) {
+                debug::give_up(ctx, !ok, woken ? debug::kWoken : debug::kExpired, edge, slot, phase);
+                return false;
+            }
+        }
     }
-  }
 }
 
-}  // namespace megagen
+} // namespace megagen

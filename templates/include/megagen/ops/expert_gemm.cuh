@@ -119,26 +119,45 @@ struct ExpertGemm {
         return true;
     }
 
+    // What stays the same for all tiles of a table entry: this lane's token of it, and the second-level scales.
+    struct Entry {
+        u32 used = ~0u;
+        bool valid = false;
+        u32 row = 0; // (token, slot) of the output
+        float gate = 1.0f;
+        float up = 1.0f;
+    };
+
+    template <class Ctx>
+    MEGAGEN_DEVICE void look_up(const Ctx& ctx, const ExpertTable& table, u32 used, Entry& entry) {
+        const u32 token = ctx.lane / 4;
+        entry.used = used;
+        entry.valid = token < table.count(used);
+        if (entry.valid) {
+            const u32 place = table.entry(used, token);
+            entry.row = (place >> 8) * Op::kTopK + (place & 255);
+        }
+        if constexpr (kFormat == WeightFormat::kNvfp4) {
+            constexpr u32 kHalves = Op::kSwiglu ? 2 : 1;
+            const u8* scale = Op::scale(ctx.p) + table.expert(used) * kHalves * 4;
+            entry.gate = ptx::ld_constant_f32(scale);
+            entry.up = ptx::ld_constant_f32(scale + (kHalves - 1) * 4);
+        }
+    }
+
     template <class Ctx>
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
         if (!Op::Table::wait(ctx)) return;
         const ExpertTable table = Op::Table::get(ctx);
         const Range run = Tiles::run(ctx);
+        Entry entry;
 #pragma unroll 1
         for (u32 tile = run.first; tile < run.last; ++tile) {
-            const u32 used = tile / kTilesPerExpert;
-            float scale[2] = {1.0f, 1.0f};
-            if constexpr (kFormat == WeightFormat::kNvfp4) {
-                const u32 expert = table.expert(used);
-                constexpr u32 kHalves = Op::kSwiglu ? 2 : 1;
-                scale[0] = ptx::ld_constant_f32(Op::scale(ctx.p) + expert * kHalves * 4);
-                scale[1] =
-                    kHalves == 1 ? scale[0] : ptx::ld_constant_f32(Op::scale(ctx.p) + (expert * kHalves + 1) * 4);
-            }
+            if (tile / kTilesPerExpert != entry.used) look_up(ctx, table, tile / kTilesPerExpert, entry);
 #pragma unroll 1
             for (u32 r = 0; r < kBlocksPerStage; ++r) {
                 const u32 column = ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock;
-                if (!epilogue(ctx, table, used, column, scale)) return;
+                if (!epilogue(ctx, entry, column)) return;
             }
             Op::Out::publish(ctx);
         }
@@ -147,7 +166,7 @@ struct ExpertGemm {
     // A row block's columns, token by token in 16 bytes or 32, leave through shared memory: lane (token, quarter) then
     // serves every fourth destination with whole vectors.
     template <class Ctx>
-    MEGAGEN_DEVICE bool epilogue(Ctx& ctx, const ExpertTable& table, u32 used, u32 column, const float (&scale)[2]) {
+    MEGAGEN_DEVICE bool epilogue(Ctx& ctx, const Entry& entry, u32 column) {
         constexpr u32 kTokenBytes = kColumnsPerBlock * 2;
         const u32 scratch = ctx.shared + Op::kOutbox;
         if (!Ctx::Accum::acquire(ctx)) return false;
@@ -159,26 +178,24 @@ struct ExpertGemm {
         for (u32 i = 0; i < 2; ++i) { // column of the MMA tile: token lane % 4 * 2 + i of the entry
             const u32 at = scratch + (ctx.lane % 4 * 2 + i) * kTokenBytes + ctx.lane / 4 * 2;
             if constexpr (Op::kSwiglu) {
-                const float gate = c[i] * scale[0], up = c[2 + i] * scale[1];
+                const float gate = c[i] * entry.gate, up = c[2 + i] * entry.up;
                 ptx::st_shared_u16(at, ptx::cvt_bf16x2(__fdividef(gate, 1.0f + __expf(-gate)) * up, 0.0f));
             } else {
-                const u32 pair = ptx::cvt_bf16x2(c[i] * scale[0], c[2 + i] * scale[0]);
+                const u32 pair = ptx::cvt_bf16x2(c[i] * entry.gate, c[2 + i] * entry.gate);
                 ptx::st_shared_u16(at, pair & 0xffffu);
                 ptx::st_shared_u16(at + kRowBlock, pair >> 16);
             }
         }
         __syncwarp();
-        const u32 token = ctx.lane / 4;
-        if (token < table.count(used)) {
-            const u32 entry = table.entry(used, token);
-            const u32 row = (entry >> 8) * Op::kTopK + (entry & 255);
+        if (entry.valid) {
             uint4 v[kTokenBytes / 16];
 #pragma unroll
-            for (u32 i = 0; i < kTokenBytes / 16; ++i) v[i] = ptx::ld_shared_v4(scratch + token * kTokenBytes + 16 * i);
+            for (u32 i = 0; i < kTokenBytes / 16; ++i)
+                v[i] = ptx::ld_shared_v4(scratch + ctx.lane / 4 * kTokenBytes + 16 * i);
 #pragma unroll 1
             for (u32 d = ctx.lane % 4; d < Op::Out::destinations(ctx); d += 4) {
 #pragma unroll
-                for (u32 i = 0; i < kTokenBytes / 16; ++i) Op::Out::send_to(ctx, d, row, column + 8 * i, v[i]);
+                for (u32 i = 0; i < kTokenBytes / 16; ++i) Op::Out::send_to(ctx, d, entry.row, column + 8 * i, v[i]);
             }
         }
         return true;

@@ -55,7 +55,12 @@ def here(name: str = "") -> Loc | None:
             if name and end is not None and last is not None:
                 line, column = last, end - len(name) + 1
     text = linecache.getline(frame.f_code.co_filename, line)
-    return Loc(frame.f_code.co_filename, line, max(1, column), text)
+    return Loc(frame.f_code.co_filename, line, characters(text, max(1, column)), text)
+
+
+def characters(text: str, column: int) -> int:
+    """A 1-based column that Python counts in UTF-8 bytes, in characters of ``text``."""
+    return len(text.encode()[: column - 1].decode(errors="ignore")) + 1
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
@@ -103,8 +108,8 @@ def caret(loc: Loc) -> list[str]:
     """Two or three lines that show ``loc`` with a caret under its column."""
     lines = [f"  --> {loc.file}:{loc.line}:{loc.column}"]
     if loc.text.strip():
-        shown = loc.text.rstrip("\n").expandtabs(4)
-        lines += [f"   {loc.line:>5} | {shown}", f"         | {' ' * (loc.column - 1)}^"]
+        before = loc.text[: loc.column - 1].expandtabs(4)
+        lines += [f"   {loc.line:>5} | {loc.text.rstrip().expandtabs(4)}", f"         | {' ' * len(before)}^"]
     return lines
 
 

@@ -310,7 +310,7 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
         "mbarriers", ("ring_full", "nobody announces"),
     ),
     "bytes uncounted": (part("barriers", "ring_full", tx=False), "mbarriers", ("ring_full", "does not count")),
-    "slots": (part("barriers", "ring_full", slots=3), "mbarriers", ("ring_full has 3 slots", "4")),
+    "slots": (part("barriers", "ring_full", slots=2), "mbarriers", ("ring_full has 2 slots", "3")),
     "unknown barrier": (
         step("down", "math", uses(barrier="nobody", only=lambda u: u.per == "launch")), "mbarriers", ("nobody",)
     ),

@@ -404,7 +404,7 @@ MISTAKES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "role unassigned": (", reduce=reducer)", ")", ("reduce",)),
     "role on three warps": ("math=math, reduce", "math=s.warps(4, 7), reduce", ("math", "3")),
     "role that is none": ("finish=finisher)", "finnish=finisher)", ("finnish", "'finish'", "^")),
-    "ring too large": ('s.choice("ring_stages", 4, 3, 5)', "99", ("shared memory",)),
+    "ring too large": ('s.choice("ring_stages", 3, 4, 5)', "99", ("shared memory",)),
     "share over one": (
         LAST,
         "    s.prefetch(g.unpooler.weight, into=ring, share=1.5, during=g.down)\n" + LAST,
@@ -454,7 +454,7 @@ def test_a_mistake_is_refused_at_its_line(what: str, command: str, tmp_path: Pat
         (["--tokens", "0"], "0"),
         (["--machine", "h2000"], "h200"),
         (["--choose", "nosuch=1"], "nosuch"),
-        (["--choose", "ring_stages=7"], "options: 4, 3, 5"),
+        (["--choose", "ring_stages=7"], "options: 3, 4, 5"),
     ],
 )
 def test_an_impossible_option_is_refused(options: list[str], expected: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from megagen import resources
 from megagen.dsl import load
 from megagen.errors import MachineError, MegagenError, ScheduleError, UnknownName
 from megagen.ir.plan import Plan, Source
@@ -402,3 +403,37 @@ def test_unknown_machine() -> None:
     with pytest.raises(MachineError, match="unknown machine 'h20'") as caught:
         load(EVERY, machine="h20")
     assert caught.value.hint == "did you mean 'h200'?"
+
+
+def test_carets_stand_right_after_accents_and_tabs(tmp_path: Path) -> None:
+    """Python counts columns in bytes of UTF-8; a terminal shows characters, and tabs as spaces."""
+    for prefix in ("é = 'ü'; ", "x = 'ß€'; "):
+        file = tmp_path / "accents.py"
+        file.write_text(
+            "from megagen.models import muse_spark\n"
+            "def schedule(machine, tp, tokens, choices):\n"
+            "    g = muse_spark.expert_block()\n"
+            f"    {prefix}g.poler\n",
+            "utf-8",
+        )
+        with pytest.raises(ScheduleError) as caught:
+            load(file)
+        shown, caret = caught.value.render().splitlines()[2:4]
+        assert shown[caret.index("^") :] == "poler"
+    file.write_text(
+        "from megagen.models import muse_spark\ndef schedule(machine, tp, tokens, choices):\n"
+        "\tg = muse_spark.expert_block()\n\tg.poler\n"
+    )
+    with pytest.raises(ScheduleError) as caught:
+        load(file)
+    shown, caret = caught.value.render().splitlines()[2:4]
+    assert shown[caret.index("^") :] == "poler"
+
+
+def test_a_schedule_may_define_a_dataclass(tmp_path: Path) -> None:
+    file = tmp_path / "with_dataclass.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Knob:\n    size: int\n"
+        + (resources.schedules() / "muse_moe.py").read_text("utf-8")
+    )
+    assert load(file).name == "muse_moe"

@@ -13,7 +13,7 @@ from typing import Any
 
 from megagen import machines, resources
 from megagen.dsl.schedule import Schedule
-from megagen.errors import Loc, MegagenError, ScheduleError, did_you_mean
+from megagen.errors import Loc, MegagenError, ScheduleError, characters, did_you_mean
 
 
 def load(
@@ -48,12 +48,15 @@ def load(
         raise ScheduleError(f"syntax error: {error.msg}", loc=loc) from None
     except ValueError as error:  # a null byte
         raise ScheduleError(f"cannot read {file}: {error}") from None
+    sys.modules[module.__name__] = module  # dataclasses look their module up while they are made
     try:
         exec(code, module.__dict__)
     except MegagenError:
         raise
     except Exception as error:
         raise _user_error(error, file) from error
+    finally:
+        del sys.modules[module.__name__]
     function = getattr(module, "schedule", None)
     if not callable(function):
         raise ScheduleError(f"{file} defines no function schedule(machine, tp, tokens, choices)")
@@ -99,5 +102,5 @@ def _user_error(error: Exception, file: Path) -> ScheduleError:
     if frames:
         last = frames[-1]
         text = linecache.getline(str(file), last.lineno or 1)
-        loc = Loc(str(file), last.lineno or 1, (last.colno or 0) + 1, text)
+        loc = Loc(str(file), last.lineno or 1, characters(text, (last.colno or 0) + 1), text)
     return ScheduleError(f"{type(error).__name__}: {error}", loc=loc)

@@ -433,7 +433,7 @@ def test_carets_stand_right_after_accents_and_tabs(tmp_path: Path) -> None:
 def test_a_schedule_may_define_a_dataclass(tmp_path: Path) -> None:
     file = tmp_path / "with_dataclass.py"
     file.write_text(
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass Knob:\n    size: int\n"
-        + (resources.schedules() / "muse_moe.py").read_text("utf-8")
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Knob:\n    size: int\n" + (resources.schedules() / "muse_moe.py").read_text("utf-8")
     )
     assert load(file).name == "muse_moe"

@@ -26,6 +26,7 @@ from megagen import resources
 from megagen.compile import Artifact, compile_source
 from megagen.dsl import load
 from megagen.emit import camel, emit
+from megagen.errors import CompileError
 from megagen.ir.plan import Plan
 from megagen.lower import lower
 from megagen.settings import Settings
@@ -244,3 +245,14 @@ def test_it_compiles(case: str, compiler: Settings) -> None:
             assert report.registers * 32 * p.launch.warps <= 65536
             if arch == "sm_90a":
                 assert (report.spill_store_bytes, report.spill_load_bytes) == (0, 0), kernel.name
+
+
+def test_a_policy_that_lacks_a_member_is_refused_by_its_concept(compiler: Settings) -> None:
+    p = plan()
+    text = emit(p)
+    line = next(x for x in text.splitlines() if "kUnitK = " in x)
+    with pytest.raises(CompileError) as caught:
+        compile_source(
+            text.replace(line + "\n", "", 1), kernels=[p.kernels[0].name], archs=["sm_90a"], settings=compiler
+        )
+    assert "DenseGemm" in caught.value.render()

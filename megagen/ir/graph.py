@@ -141,7 +141,6 @@ class RoleSpec(Frozen):
     stream: bool = False
     ring: bool = False
     accum: str | None = None
-    registers: int = 0
 
 
 class Cost(Frozen):

@@ -48,7 +48,6 @@ class DenseGemm(Op):
     def constants(self) -> dict[str, int | float]:
         return {
             "kRows": self.rows,
-            "kWorldRows": self.world_rows,
             "kK": self.k,
             "kUnitK": self.unit_k,
             "kFormat": FORMATS[self.weights["weight"].dtype],

@@ -58,7 +58,6 @@ class ExpertGemm(Op):
             "kTopK": self.top_k,
             "kSwiglu": int(self.swiglu),
             "kPerSlot": int(self.per_slot),
-            "kReduce": int(self.reduce),
         }
 
     def stage(self) -> Mapping[str, int]:

@@ -7,8 +7,22 @@
 
 namespace megagen::ops {
 
-// Op: kWidth, kTopK, kEps, kParts, In, Routes, Out, Table, gain(params), Group, kScratch.
 template <class Op>
+concept CombinePolicy = requires {
+    Op::kWidth;
+    Op::kTopK;
+    Op::kEps;
+    Op::kParts;
+    Op::kScratch;
+    typename Op::In;
+    typename Op::Routes;
+    typename Op::Table;
+    typename Op::Out;
+    typename Op::Group;
+    &Op::gain;
+};
+
+template <CombinePolicy Op>
 struct Combine {
     using Slice = RowSlice<Op::kWidth, 8>;
     static constexpr u32 kN = Slice::kVectors;

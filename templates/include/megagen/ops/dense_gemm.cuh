@@ -7,8 +7,22 @@
 
 namespace megagen::ops {
 
-// Op: kRows, kWorldRows, kK, kUnitK, kFormat, kStageBytes, kHint, kL2Hint, In, Partials, Out, weight(params).
 template <class Op>
+concept DenseGemmPolicy = requires {
+    Op::kRows;
+    Op::kK;
+    Op::kUnitK;
+    Op::kFormat;
+    Op::kStageBytes;
+    Op::kHint;
+    Op::kL2Hint;
+    typename Op::In;
+    typename Op::Partials;
+    &Op::weight;
+};
+
+// Besides: Out, where there is a finish role. weight(params) points to the packed stages.
+template <DenseGemmPolicy Op>
 struct DenseGemm {
     static constexpr u32 kRowBlocks = Op::kRows / kRowBlock;
     static constexpr u32 kChunks = Op::kK / Op::kUnitK;

@@ -9,9 +9,29 @@
 
 namespace megagen::ops {
 
-// Op: kRows, kK, kColumns, kStageRows, kStageK, kFormat, kTopK, kSwiglu, kPerSlot, kStageBytes, kHint, kL2Hint, In,
-// Table, Out, kOutbox, weight(params), scale(params) where the format has second-level scales.
 template <class Op>
+concept ExpertGemmPolicy = requires {
+    Op::kRows;
+    Op::kK;
+    Op::kColumns;
+    Op::kStageRows;
+    Op::kStageK;
+    Op::kFormat;
+    Op::kTopK;
+    Op::kSwiglu;
+    Op::kPerSlot;
+    Op::kOutbox;
+    Op::kStageBytes;
+    Op::kHint;
+    Op::kL2Hint;
+    typename Op::In;
+    typename Op::Table;
+    typename Op::Out;
+    &Op::weight;
+};
+
+// Besides: scale(params), where the format has second-level scales.
+template <ExpertGemmPolicy Op>
 struct ExpertGemm {
     static constexpr WeightFormat kFormat = static_cast<WeightFormat>(Op::kFormat);
     using Weights = Format<kFormat>;

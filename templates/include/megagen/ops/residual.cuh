@@ -6,8 +6,21 @@
 
 namespace megagen::ops {
 
-// Op: kWidth, kEps, In, Stream, Out, gain(params), gate(params) (all alphas, then all betas), Group, kScratch.
 template <class Op>
+concept ResidualPolicy = requires {
+    Op::kWidth;
+    Op::kEps;
+    Op::kScratch;
+    typename Op::In;
+    typename Op::Stream;
+    typename Op::Out;
+    typename Op::Group;
+    &Op::gain;
+    &Op::gate;
+};
+
+// gate(params) points to all alphas, then all betas.
+template <ResidualPolicy Op>
 struct Residual {
     using Slice = RowSlice<Op::kWidth, 8>;
     static constexpr u32 kN = Slice::kVectors;

@@ -6,8 +6,18 @@
 
 namespace megagen::ops {
 
-// Op: kWidth, kEps, In, Out, gain(params), Group, kScratch.
 template <class Op>
+concept RmsNormPolicy = requires {
+    Op::kWidth;
+    Op::kEps;
+    Op::kScratch;
+    typename Op::In;
+    typename Op::Out;
+    typename Op::Group;
+    &Op::gain;
+};
+
+template <RmsNormPolicy Op>
 struct RmsNorm {
     static constexpr u32 kPer = 16 / Op::In::kElementBytes;
     using Slice = RowSlice<Op::kWidth, kPer>;

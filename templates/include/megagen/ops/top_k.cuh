@@ -48,8 +48,21 @@ struct TableChannel {
 
 namespace ops {
 
-// Op: kExperts, kTopK, kChunks, kMultiplier, kSumEps, kScale, Logits, Routes, Table, bias(params).
 template <class Op>
+concept TopKPolicy = requires {
+    Op::kExperts;
+    Op::kTopK;
+    Op::kChunks;
+    Op::kMultiplier;
+    Op::kSumEps;
+    Op::kScale;
+    typename Op::Logits;
+    typename Op::Routes;
+    typename Op::Table;
+    &Op::bias;
+};
+
+template <TopKPolicy Op>
 struct TopK {
     static constexpr u32 kPer = 8; // experts a lane
     static_assert(Op::kExperts <= 32 * kPer && Op::kExperts % kPer == 0 && Op::kTopK == 8,

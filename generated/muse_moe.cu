@@ -224,7 +224,6 @@ struct Router {  // muse_moe.py:41
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
-  static constexpr u32 kWorldRows = 256;
   static constexpr u32 kK = 8192;
   static constexpr u32 kUnitK = 512;
   static constexpr u32 kFormat = 1;
@@ -236,7 +235,6 @@ struct Pooler {  // muse_moe.py:41
   using Partials = Channel<channel::PooledPartials>;
   using Out = Channel<channel::Pooled>;
   static constexpr u32 kRows = 512;
-  static constexpr u32 kWorldRows = 4096;
   static constexpr u32 kK = 8192;
   static constexpr u32 kUnitK = 1024;
   static constexpr u32 kFormat = 0;
@@ -277,7 +275,6 @@ struct GateUp {  // muse_moe.py:41
   static constexpr u32 kTopK = 8;
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
-  static constexpr u32 kReduce = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
   static constexpr u32 kOutbox = 131216;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
@@ -296,7 +293,6 @@ struct Down {  // muse_moe.py:41
   static constexpr u32 kTopK = 8;
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
-  static constexpr u32 kReduce = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
   static constexpr u32 kOutbox = 131472;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
@@ -320,7 +316,6 @@ struct Unpooler {  // muse_moe.py:41
   using Partials = Channel<channel::UnpooledPartials>;
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
-  static constexpr u32 kWorldRows = 8192;
   static constexpr u32 kK = 4096;
   static constexpr u32 kUnitK = 1024;
   static constexpr u32 kFormat = 0;

@@ -587,3 +587,12 @@ def test_the_checker_and_the_block_agree_about_deadlocks(schedule: Schedule, sta
     else:
         assert stuck(plan, plan.kernels[0], stages) == set()
         assert stuck(plan, plan.kernels[0], dict.fromkeys(GEMMS, 40)) == set()
+
+
+def test_a_role_short_of_registers_is_warned_about() -> None:
+    plan = lower(load("muse_moe.py"))
+    assert not [f for f in check(plan) if f.level == "warning"]
+    launch = plan.launch.model_copy(update={"registers": (136, 152)})
+    (short,) = [f for f in check(plan.model_copy(update={"launch": launch})) if "combine" in f.message]
+    assert short.level == "warning"
+    assert "152" in short.message

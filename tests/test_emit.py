@@ -251,8 +251,10 @@ def test_a_policy_that_lacks_a_member_is_refused_by_its_concept(compiler: Settin
     p = plan()
     text = emit(p)
     line = next(x for x in text.splitlines() if "kUnitK = " in x)
+    broken = text.replace(line + "\n", "", 1)
     with pytest.raises(CompileError) as caught:
-        compile_source(
-            text.replace(line + "\n", "", 1), kernels=[p.kernels[0].name], archs=["sm_90a"], settings=compiler
-        )
-    assert "DenseGemm" in caught.value.render()
+        compile_source(broken, kernels=[p.kernels[0].name], archs=["sm_90a"], settings=compiler)
+    assert "constraint" in caught.value.message
+    folder = re.search(r"full log: (\S+)", caught.value.render())
+    assert folder is not None
+    assert "DenseGemm<policy::Router>" in (Path(folder[1]) / "log.txt").read_text()

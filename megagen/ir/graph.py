@@ -129,7 +129,8 @@ class RoleSpec(Frozen):
     ``reads`` / ``writes``: ports (keys of ``Op.inputs`` and ``Op.outputs``, an op may read its own outputs).
     ``every_block``: runs in each block (block-scope outputs), else its tiles are spread over the blocks.
     ``stream``: loads the op's weight through the ring; ``ring``: consumes it; ``accum``: 'out' hands
-    accumulators to the op's reduce role through shared memory, 'in' takes them.
+    accumulators to the op's reduce role through shared memory, 'in' takes them. ``registers``: below this many a thread
+    ptxas spills (seen in the op's own kernel on sm_90a); 0: any number will do.
     """
 
     name: str
@@ -141,6 +142,7 @@ class RoleSpec(Frozen):
     stream: bool = False
     ring: bool = False
     accum: str | None = None
+    registers: int = 0
 
 
 class Cost(Frozen):

@@ -29,7 +29,11 @@ class Combine(Op):
     parts: int = 1
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "routes", "table"), writes=("out",)),)
+        return (
+            RoleSpec(
+                name="compute", warps=(8,), align=4, reads=("in", "routes", "table"), writes=("out",), registers=160
+            ),
+        )
 
     def constants(self) -> dict[str, int | float]:
         return {"kWidth": self.width, "kTopK": self.top_k, "kEps": self.eps, "kParts": self.parts}

@@ -38,7 +38,7 @@ class DenseGemm(Op):
     def roles(self) -> tuple[RoleSpec, ...]:
         roles = [
             RoleSpec(name="load_weights", warps=(1,), stream=True),
-            RoleSpec(name="math", warps=(8,), align=4, reads=("in",), ring=True, accum="out"),
+            RoleSpec(name="math", warps=(8,), align=4, reads=("in",), ring=True, accum="out", registers=96),
             RoleSpec(name="reduce", warps=(1,), accum="in", writes=("partials",)),
         ]
         if not self.partials_only:

@@ -42,7 +42,7 @@ class ExpertGemm(Op):
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
             RoleSpec(name="load_weights", warps=(1,), reads=("table",), stream=True),
-            RoleSpec(name="math", warps=(8,), align=4, reads=("in", "table"), ring=True, accum="out"),
+            RoleSpec(name="math", warps=(8,), align=4, reads=("in", "table"), ring=True, accum="out", registers=128),
             RoleSpec(name="reduce", warps=(1,), reads=("table",), accum="in", writes=("out",)),
         )
 

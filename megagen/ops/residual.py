@@ -28,7 +28,7 @@ class Residual(Op):
     clamp: float
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=("out",)),)
+        return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=("out",), registers=160),)
 
     def constants(self) -> dict[str, int | float]:
         return {"kWidth": self.width, "kEps": self.eps}

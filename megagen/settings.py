@@ -1,4 +1,4 @@
-"""Every environment variable that megagen reads."""
+"""Every environment variable that megagen reads, but MEGAGEN_TRACEBACK, which is the command line's own."""
 
 from __future__ import annotations
 

@@ -98,6 +98,8 @@ def bench(
     command: str,
     record: bool,
     step: Callable[[], None],
+    *,
+    bounded: bool = True,
 ) -> Sheet:
     """Time the variants in turns: CUDA graphs over the same ``layers`` layers, routing drawn anew each replay."""
     from megagen.bench import measure
@@ -113,7 +115,9 @@ def bench(
     (stream,) = (t.name for t in graph.tensors.values() if t.kind is TensorKind.INPUT)
     with ExitStack() as stack:
         sessions = {
-            name: stack.enter_context(Session(b.plan, b.artifacts[b.plan.machine.arch].path))
+            name: stack.enter_context(
+                Session(b.plan, b.artifacts[b.plan.machine.arch].path, timeout_ms=2000 if bounded else 0)
+            )
             for name, b in built.items()
         }
         device = next(iter(sessions.values())).device
@@ -137,7 +141,8 @@ def bench(
 
     def figure(timing: Timing) -> measure.Row:
         notes = f"tp {graph.tp} on one GPU, stand-ins for the other ranks; {graph.tokens} tokens on {experts} experts, "
-        notes += f"new routing each replay; {layers} distinct layers in a CUDA graph, {timing.samples} replays"
+        notes += f"new routing each replay; {layers} distinct layers in a CUDA graph, {timing.samples} replays; "
+        notes += "bounded waits" if bounded else "unbounded waits"
         return measure.row(
             timing,
             plan=plan,

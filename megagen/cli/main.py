@@ -217,6 +217,7 @@ def bench(
     experts: Annotated[int, typer.Option("--experts", help="Distinct experts of a launch.")] = 49,
     layers: Annotated[int, typer.Option("--layers", help="Distinct layers of a replay.")] = 8,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays that count.")] = 50,
+    unbounded: Annotated[bool, typer.Option("--unbounded", help="Compile the bound of waits out.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -228,10 +229,10 @@ def bench(
         o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted
     }
     device.require()
-    built = {name: _built(checked, [checked.plan.machine.arch]) for name, checked in found.items()}
+    built = {n: _built(c, [c.plan.machine.arch], bounded=not unbounded) for n, c in found.items()}
     command = f"megagen {' '.join(sys.argv[1:])}"
     with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds)) as step:
-        sheet = device.bench(built, experts, layers, rounds, command, record, step)
+        sheet = device.bench(built, experts, layers, rounds, command, record, step, bounded=not unbounded)
     plan = next(iter(built.values())).plan
     if as_json:
         return _print_json({k: v for k, v in explain.header(plan).items() if k != "fused"} | sheet.json())
@@ -274,13 +275,13 @@ def _checked(request: Request) -> Checked:
     return checked
 
 
-def _built(checked: Checked, archs: Sequence[str]) -> Built:
+def _built(checked: Checked, archs: Sequence[str], *, bounded: bool = True) -> Built:
     from megagen.cli import pipeline
     from megagen.settings import Settings
 
     settings = Settings.from_env()
     with _working(f"compiling {checked.plan.name} for {', '.join(archs)}"):
-        return pipeline.build(checked, archs, settings)
+        return pipeline.build(checked, archs, settings, bounded=bounded)
 
 
 def _generated(schedules: Sequence[Path], write: bool, as_json: bool) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from megagen.ir.plan import Plan
     from megagen.settings import Settings
 
+UNBOUNDED_WAITS = "MEGAGEN_UNBOUNDED_WAITS"  # a macro of the kernel template, for final timing
 MACHINE = "h200"
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
@@ -88,13 +89,14 @@ def emit(plan: Plan) -> str:
     return text(plan)
 
 
-def build(checked: Checked, archs: Sequence[str], settings: Settings) -> Built:
+def build(checked: Checked, archs: Sequence[str], settings: Settings, *, bounded: bool = True) -> Built:
     """Compile a checked Plan for each of ``archs``; a warm cache makes this a look-up."""
     from megagen.compile import compile_source
 
     source = emit(checked.plan)
     kernels = [k.name for k in checked.plan.kernels]
-    artifacts = compile_source(source, kernels=kernels, archs=archs, settings=settings)
+    defines = {} if bounded else {UNBOUNDED_WAITS: "1"}
+    artifacts = compile_source(source, kernels=kernels, archs=archs, settings=settings, defines=defines)
     return Built(checked.graph, checked.plan, checked.findings, source, artifacts)
 
 

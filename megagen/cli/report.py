@@ -10,7 +10,7 @@ from megagen.cli.sheets import Column, Row, Sheet, megabytes, size
 
 
 def findings(checked: Checked) -> list[dict[str, Any]]:
-    """The checker's warnings."""
+    """What the checker proved, and its warnings."""
     return [f.model_dump(mode="json") for f in checked.findings]
 
 

@@ -145,7 +145,7 @@ class Schedule:
     syncs: list[tuple[EdgeHandle, Sync, Loc | None]] = field(default_factory=list)
     launch_: Launch = Launch()
     housekeeper: tuple[Warps, Loc | None] | None = None
-    faults: list[EdgeHandle] = field(default_factory=list)
+    faults: list[tuple[EdgeHandle, Loc | None]] = field(default_factory=list)
     choices: Mapping[str, str] = field(default_factory=dict)
     offered: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     accum_slots: int = 2
@@ -309,7 +309,7 @@ class Schedule:
         self.housekeeper = (by, here())
 
     def accumulators(self, slots: int) -> None:
-        """Slots between the math warps and the reduce warp (8 KB or 16 KB each)."""
+        """Slots between the math warps and the reduce warp (8 KiB each)."""
         if slots < 1:
             raise ScheduleError(f"accumulators({slots}): at least one", loc=here())
         self.accum_slots = slots
@@ -329,8 +329,9 @@ class Schedule:
         self.launch_ = Launch(cluster, pdl, early_trigger, registers, loc)
 
     def fault(self, edge: EdgeHandle) -> None:
-        """Drop the first tile's store on an edge: the reader hangs, the report must say where. For tests."""
-        self.faults.append(edge)
+        """Drop the first tile's store on an edge, to see what becomes of it: a lamport reader hangs and the report says
+        where; after a counter or flag, which is raised all the same, it reads what was there before."""
+        self.faults.append((edge, here()))
 
     def choice(self, name: str, *options: T) -> T:
         """A point that can be varied from outside; the first option is the default.

@@ -34,7 +34,7 @@ class Edges:
                         hint="all readers of a tensor share one primitive",
                     )  # fmt: skip
                 self.syncs[name] = (sync, loc)
-        self.faults = {name for edge in schedule.faults for name in self._tensors(edge, None)}
+        self.faults = {name for edge, loc in schedule.faults for name in self._tensors(edge, loc)}
 
     def internal(self) -> list[Tensor]:
         """The tensors that need a channel, in graph order."""
@@ -64,10 +64,10 @@ class Edges:
         if not found:
             known = sorted(
                 {
-                    f"{w.name} >> {r.name}"
+                    f"{w.name} >> {r.name}" if w is not r else f"{w.name}.{a} >> {r.name}.{b}"
                     for n, ws in self.writers.items()
-                    for w, _ in ws
-                    for r, _ in self.readers.get(n, ())
+                    for w, a in ws
+                    for r, b in self.readers.get(n, ())
                 }
             )
             raise ScheduleError(f"nothing passes along {edge}", loc=loc, hint=did_you_mean(str(edge), known))

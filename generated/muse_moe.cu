@@ -62,7 +62,7 @@ struct GroupResidual {
 }  // namespace barrier
 
 namespace channel {
-struct Normed {  // lamport, muse_moe.py:70
+struct Normed {  // lamport, muse_moe.py:71
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -70,7 +70,7 @@ struct Normed {  // lamport, muse_moe.py:70
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, muse_moe.py:71
+struct Logits {  // lamport, muse_moe.py:72
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 626688, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -86,7 +86,7 @@ struct Routes {  // lamport
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, muse_moe.py:72
+struct PooledPartials {  // lamport, muse_moe.py:73
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1153024, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -94,7 +94,7 @@ struct PooledPartials {  // lamport, muse_moe.py:72
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, muse_moe.py:73
+struct Pooled {  // lamport, muse_moe.py:74
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -102,7 +102,7 @@ struct Pooled {  // lamport, muse_moe.py:73
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, muse_moe.py:74
+struct ExpertIn {  // lamport, muse_moe.py:75
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1808384, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -110,7 +110,7 @@ struct ExpertIn {  // lamport, muse_moe.py:74
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, muse_moe.py:75
+struct ExpertMid {  // lamport, muse_moe.py:76
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2070528, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -118,7 +118,7 @@ struct ExpertMid {  // lamport, muse_moe.py:75
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, muse_moe.py:76
+struct ExpertOut {  // lamport, muse_moe.py:77
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 5216256, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -126,7 +126,7 @@ struct ExpertOut {  // lamport, muse_moe.py:76
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
 };
-struct Combined {  // lamport, muse_moe.py:77
+struct Combined {  // lamport, muse_moe.py:78
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8361984, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -134,7 +134,7 @@ struct Combined {  // lamport, muse_moe.py:77
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, muse_moe.py:78
+struct UnpooledPartials {  // lamport, muse_moe.py:79
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8624128, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -142,7 +142,7 @@ struct UnpooledPartials {  // lamport, muse_moe.py:78
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, muse_moe.py:79
+struct Unpooled {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8886272, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
@@ -336,6 +336,7 @@ struct Residual {  // muse_moe.py:44
 }  // namespace policy
 
 }  // namespace
+
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
   Ctx ctx(p, shared);
@@ -395,7 +396,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
   }
   else {
     ptx::setmaxnreg_inc<192>();
-    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+    if (ctx.warp <= 11) {  // warps 4 to 11
       ctx.attach();
       ctx.step = 21;
       ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:44
@@ -415,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
       ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:41
       ctx.step = 29;
       ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:44
-      ctx.trigger();  // muse_moe.py:80
+      ctx.trigger();  // muse_moe.py:81
     }
   }
   ctx.end(true);

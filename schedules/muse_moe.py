@@ -51,7 +51,8 @@ def schedule(
     if cap != "none":
         s.in_flight(int(cap) * KiB)
 
-    # The unpooler's weights are asked for while the last experts stream; what the ring cannot hold waits in L2.
+    # The ring runs ahead into the unpooler's weights while the last experts are worked on; the other ways ask L2 for
+    # them, or hold some or all of them back until the experts are done.
     where = s.choice("unpooler", "ring", "l2", "both", "half", "late")
     if where == "l2":
         s.prefetch(g.unpooler.weight, into=L2, by=tables, during=g.down)

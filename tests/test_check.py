@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagen.check import check
+from megagen.check.resources import resources
 from megagen.dsl import L2, KiB, Schedule, cluster, counter, lamport, load
 from megagen.errors import CheckError
 from megagen.ir.graph import DType, Scope
@@ -195,7 +197,7 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
     "unassigned": (without_role("pooler", "reduce"), "roles", ("pooler.reduce", "no warp", "s.assign(g.pooler")),
     "three warps": (roles("down", math=(4, 5, 6)), "roles", ("down.math", "3 warps", "takes 8")),
     "gaps": (roles("down", math=(4, 5, 6, 7, 8, 9, 10, 12)), "roles", ("not consecutive",)),
-    "unaligned": (roles("down", math=tuple(range(2, 10))), "roles", ("multiple of 4", "begin at warp 0")),
+    "unaligned": (roles("down", math=tuple(range(2, 10))), "roles", ("multiple of 4", "begin at warp 4")),
     "outside": (roles("down", math=tuple(range(8, 16))), "roles", ("warps 8 to 15", "has 12")),
     "two math groups": (roles("down", math=tuple(range(8))), "roles", ("router.math", "down.math", "same warps")),
     "two producers": (roles("down", load_weights=(1,)), "roles", ("load_weights", "one producer")),
@@ -596,3 +598,36 @@ def test_a_role_short_of_registers_is_warned_about() -> None:
     (short,) = [f for f in check(plan.model_copy(update={"launch": launch})) if "combine" in f.message]
     assert short.level == "warning"
     assert "152" in short.message
+
+
+def test_a_fault_and_math_with_two_programs_are_warned_about() -> None:
+    plan = lower(load("muse_moe.py"))
+    broken = [with_(c, fault=c.name == "pooled") for c in plan.channels]
+    (found,) = [f for f in check(with_(plan, channels=tuple(broken))) if f.level == "warning"]
+    assert "pooled" in found.message
+    schedule = load("muse_moe.py")
+    schedule.housekeeper = (schedule.warp(5), None)
+    copies = [f.message for f in check(lower(schedule)) if f.level == "warning"]
+    assert len(copies) == 5
+    assert any("down.math is emitted 3 times, for warp 4 and warp 5 and warps 6 to 11" in m for m in copies)
+
+
+def test_a_role_is_refused_at_the_line_that_placed_it() -> None:
+    schedule = load("muse_moe.py")
+    places = {role: loc for (op, role), (_, loc) in schedule.roles.items() if op == "pooler"}
+    assert places["finish"] != places["math"]
+    schedule.roles["pooler", "finish"] = (schedule.warps(2, 4), places["finish"])
+    with pytest.raises(CheckError) as caught:
+        check(lower(schedule))
+    assert caught.value.loc == places["finish"]
+
+
+def test_a_program_over_both_warpgroups_cannot_have_two_register_counts() -> None:
+    schedule = load("muse_moe.py")
+    schedule.warps_per_block, schedule.launch_ = 8, replace(schedule.launch_, registers=None)
+    schedule.roles = {}  # eight idle warps: one program
+    plan = lower(schedule)
+    assert [(p.first, p.count) for p in plan.kernels[0].programs] == [(0, 1), (1, 1), (2, 6)]  # 1 is the housekeeper
+    launch = plan.launch.model_copy(update={"registers": (120, 128)})
+    with pytest.raises(CheckError, match="a branch a warpgroup"):
+        list(resources(plan.model_copy(update={"launch": launch})))

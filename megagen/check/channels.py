@@ -40,6 +40,7 @@ def channels(plan: Plan) -> Iterator[Finding]:
         _reuse(plan, c)
         _ends(plan, c)
     for c in plan.channels:
+        yield from _fault(c)
         if c.kind in COUNTED:
             yield from _price(plan, c)
     yield proved(RULE, f"{len(plan.channels)} channels: scope, empty values, reuse across launches")
@@ -140,6 +141,12 @@ def _ends(plan: Plan, c: ChannelPlan) -> None:
             refuse(RULE, f"{end} of {c.name}: {planned}; in the programs: {', '.join(sorted(found[end]))}", c.source)
     if c.arrivals < 1:
         refuse(RULE, f"nobody ever publishes {c.name}", c.source)
+
+
+def _fault(c: ChannelPlan) -> Iterator[Finding]:
+    if c.fault:
+        message = f"{c.name} loses its first tile on purpose (fault): its reader hangs or reads what was there before"
+        yield Finding(rule=RULE, level="warning", message=message, source=c.source)
 
 
 def _price(plan: Plan, c: ChannelPlan) -> Iterator[Finding]:

@@ -95,6 +95,10 @@ def _registers(plan: Plan) -> str:
             refuse(RULE, f"registers={pair}: setmaxnreg takes multiples of 8 from 24 to 256", launch.source)
         if launch.warps % WARPGROUP:
             refuse(RULE, f"setmaxnreg needs whole warpgroups, a block of {launch.warps} warps has none", launch.source)
+        for program in (p for k in plan.kernels for p in k.programs):
+            if program.first < WARPGROUP < program.first + program.count:
+                refuse(RULE, f"setmaxnreg needs a branch a warpgroup, a program begins at warp {program.first} and "
+                       f"takes {program.count}", launch.source)  # fmt: skip
         used = 32 * (WARPGROUP * pair[0] + (launch.warps - WARPGROUP) * pair[1])
         if used > pool:
             refuse(

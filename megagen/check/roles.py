@@ -32,12 +32,14 @@ def roles(plan: Plan) -> Iterator[Finding]:
     advancing = [k.name for k in plan.kernels if k.advances_epoch]
     if advancing != [plan.kernels[-1].name]:
         refuse(RULE, f"the epoch must advance once, in the last kernel, not in {advancing}", plan.launch.source)
+    for kernel in plan.kernels:
+        yield from _copies(plan, kernel)
     yield proved(RULE, f"{sum(len(op.specs) for op in plan.ops)} roles placed on {plan.launch.warps} warps")
 
 
 def _place(plan: Plan, op: OpPlan, spec: RoleSpec) -> None:
     name, given = f"{op.name}.{spec.name}", op.roles.get(spec.name, ())
-    where = (op.source, plan.launch.source)
+    where = (op.sources.get(spec.name, op.source), plan.launch.source)
     if not given:
         refuse(RULE, f"role {name} is on no warp", *where, hint=f"s.assign(g.{op.name}, {spec.name}=s.warp(...))")
     accepted = " or ".join(map(str, spec.warps))
@@ -50,10 +52,20 @@ def _place(plan: Plan, op: OpPlan, spec: RoleSpec) -> None:
             RULE,
             f"role {name} begins at warp {given[0]}, it must begin at a multiple of {spec.align}",
             *where,
-            hint=f"begin at warp {given[0] - given[0] % spec.align}",
+            hint=f"begin at warp {-(-given[0] // spec.align) * spec.align}",
         )
     if given[0] < 0 or given[-1] >= plan.launch.warps:
         refuse(RULE, f"role {name} is on {group(given)} of a block that has {plan.launch.warps}", *where)
+
+
+def _copies(plan: Plan, kernel: KernelPlan) -> Iterator[Finding]:
+    """Math that several programs run has its code several times: right, but the instruction cache is small."""
+    for op in plan.ops:
+        homes = [p for p in kernel.programs if any((s.op, s.call) == (op.name, "math") for s in p.steps)]
+        if len(homes) > 1:
+            at = " and ".join(group(range(p.first, p.first + p.count)) for p in homes)
+            message = f"{op.name}.math is emitted {len(homes)} times, for {at}: their other steps differ"
+            yield Finding(rule=RULE, level="warning", message=message, source=op.sources.get("math", op.source))
 
 
 def _together(plan: Plan, like: Callable[[RoleSpec], bool], role: str, why: str) -> None:
@@ -65,8 +77,8 @@ def _together(plan: Plan, like: Callable[[RoleSpec], bool], role: str, why: str)
             refuse(
                 RULE,
                 f"{first.name}.{role} is on {group(expected)} but {op.name}.{role} on {group(given)}: {why}",
-                op.source,
-                notes=[(f"{first.name} was assigned here", first.source)],
+                op.sources.get(role, op.source),
+                notes=[(f"{first.name} was assigned here", first.sources.get(role, first.source))],
                 hint=f"assign {role} of all ops to the same warps",
             )
 

@@ -13,8 +13,8 @@ class KernelReport(BaseModel):
 
     ``mma`` (opcode like ``HMMA.16816.F32.BF16`` -> instructions) and ``traps`` (instructions that end the
     kernel: ``BPT.TRAP`` and its kin) are None where no disassembler could tell.
-    Spills include those of functions that were not inlined; ptxas does not say which kernel calls them, so they
-    are charged to every kernel of the unit.
+    Spills include those of functions that were not inlined, ``warnings`` the complaints that name no kernel:
+    ptxas does not say whose they are, so they are charged to every kernel of the unit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
@@ -15,9 +16,9 @@ from pathlib import Path
 from megagen import resources
 from megagen.compile.artifact import Artifact
 from megagen.compile.cache import Cache, key
-from megagen.compile.compiler import UNIT, Compiler, Refused, options, pick
+from megagen.compile.compiler import KNOWN, UNIT, Compiler, Refused, options, pick, without_comments
 from megagen.compile.report import disassemble, find_disassembler, report
-from megagen.errors import CompileError
+from megagen.errors import CompileError, did_you_mean
 from megagen.settings import Settings
 
 CUBIN, REPORT = "kernel.cubin", "report.json"
@@ -37,17 +38,27 @@ def compile_source(
     """Compile one translation unit for each of ``archs`` ("sm_90a") and report on its ``kernels``.
 
     ``source`` may include whatever :func:`megagen.resources.headers` has. Architectures compile side by side.
+    An interrupt leaves at once; what compiles then runs on in its thread, since no compiler can be stopped, and is
+    dropped.
 
-    Raises :class:`CompileError` (no compiler, or it refused: first error lines, path of source and full log) and
-    :class:`~megagen.errors.CacheError`.
+    Raises :class:`CompileError` (an architecture not in ``KNOWN``, no compiler, or it refused: first error lines,
+    path of source and full log) and :class:`~megagen.errors.CacheError`.
     """
     for arch in archs:
-        if not re.fullmatch(r"sm_\d+[af]?", arch):
-            raise CompileError(f"{arch!r} is no architecture", hint="cubins are for one such as sm_90a")
+        if arch not in KNOWN:
+            message = f"{arch!r} is no architecture that the code can be compiled for: it needs setmaxnreg"
+            raise CompileError(message, hint=did_you_mean(arch, list(KNOWN)))
     unit = _Unit(source, kernels, defines or {}, settings)
     archs = list(dict.fromkeys(archs))
-    with ThreadPoolExecutor(max(1, len(archs))) as pool:
+    pool = ThreadPoolExecutor(max(1, len(archs)))
+    try:
         return dict(zip(archs, pool.map(unit.artifact, archs), strict=True))
+    except KeyboardInterrupt:
+        unit.abandon()
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    finally:
+        pool.shutdown(wait=not unit.abandoned)
 
 
 class _Unit:
@@ -55,6 +66,7 @@ class _Unit:
 
     def __init__(self, source: str, kernels: Sequence[str], defines: Mapping[str, str], settings: Settings) -> None:
         self.source, self.kernels, self.defines, self.settings = source, list(kernels), dict(defines), settings
+        self.abandoned = False
         self.headers = resources.headers()
         self.compiler: Compiler = pick(settings)
         self.nvdisasm = find_disassembler()
@@ -66,19 +78,27 @@ class _Unit:
             atexit.register(shutil.rmtree, root, ignore_errors=True)
         self.cache = Cache(root)
 
+    def abandon(self) -> None:
+        """Nobody waits any more: store nothing of what is still compiling."""
+        self.abandoned = True
+        if not self.settings.cache:
+            shutil.rmtree(self.cache.root, ignore_errors=True)
+
     def artifact(self, arch: str) -> Artifact:
         flags = options(arch, self.defines)
+        keep = self.settings.keep
         # whatever decides about a byte of the entry; nvdisasm because the report of a machine without it lacks figures
         name = key(
-            self.source,
+            self.source if "cu" in keep else without_comments(self.source),
             self.headers,
             flags,
             self.compiler.identity,
             self.kernels,
-            self.settings.keep,
+            keep,
             self.nvdisasm is not None,
         )
-        folder, cached = self.cache.fetch(name, partial(self._build, arch, flags, name))
+        files = (CUBIN, REPORT, *(f"kernel.{k}" for k in keep))
+        folder, cached = self.cache.fetch(name, partial(self._build, arch, flags, name), files)
         stored = Artifact.model_validate_json((folder / REPORT).read_text("utf-8"))
         return stored.model_copy(update={"path": folder / CUBIN, "cached": cached})
 
@@ -88,7 +108,11 @@ class _Unit:
         try:
             out = self.compiler.run(self.source, self.headers, flags, ptx="ptx" in keep)
         except Refused as e:
+            if self.abandoned:
+                raise CancelledError from None
             raise self._error(arch, str(e), name) from None
+        if self.abandoned:
+            raise CancelledError
         sass = None if self.nvdisasm is None else disassemble(out.cubin, self.nvdisasm)
         artifact = Artifact(
             arch=arch,
@@ -114,6 +138,8 @@ class _Unit:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / UNIT).write_text(self.source, "utf-8")
             (folder / "log.txt").write_text(log + "\n", "utf-8")
+            os.utime(folder)  # else an old one that fails again is the first to be trimmed
+            self.cache.trim()
             where = f"source and full log: {folder}"
         except OSError as e:
             where = f"source and full log could not be written to {folder}: {e.strerror or e}"

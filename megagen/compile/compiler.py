@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,6 +11,22 @@ from megagen.settings import Settings
 
 UNIT = "megagen.cu"
 """The name that compilers give the emitted text in messages; failed sources are saved under it."""
+
+KNOWN = ("sm_90a", "sm_100a", "sm_103a", "sm_110a", "sm_120a", "sm_121a")
+"""Architectures that the code can be compiled for: it needs architecture-specific features (``setmaxnreg``)."""
+
+TOKEN = re.compile(
+    r"""[ \t]*(//[^\n\\]*$)             # the comment to drop; one with a backslash may go on in the next line
+    | //[^\n]* | /\*.*?\*/
+    | R"([^\s(]*)\(.*?\)\2" | "(?:\\.|[^"\\\n])*"
+    | \b\d(?:'?[\w.])* | '(?:\\.|[^'\\\n])*'  # numbers, lest 1'000 open a character""",
+    re.VERBOSE | re.MULTILINE | re.DOTALL,
+)
+
+
+def without_comments(source: str) -> str:
+    """C++ text less its ``//`` comments. Lines stay, and with them every number that a message may cite."""
+    return TOKEN.sub(lambda m: m[0] if m[1] is None else "", source)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,11 @@ WARNING = re.compile(r"^ptxas .*(?:\bwarning\b|Performance Loss)")
 
 
 def ptxas(log: str) -> dict[str, Usage]:
-    """What ``ptxas -v`` says of each kernel. Spills of functions that were not inlined count for every kernel."""
+    """What ``ptxas -v`` says of each kernel.
+
+    What it does not tie to a kernel (spills of functions that were not inlined, complaints that name none)
+    counts for every kernel.
+    """
     kernels: dict[str, Usage] = {}
     shared = Usage()  # of functions that are not kernels
     kernel = current = shared
@@ -82,10 +86,11 @@ def ptxas(log: str) -> dict[str, Usage]:
             kernel.stack = max(kernel.stack, _int(STACK, line))
             kernel.shared = _int(SHARED, line)
     complaints = [line.strip() for line in log.splitlines() if WARNING.search(line)]
+    about = {c: {k for k in kernels if re.search(rf"\b{re.escape(k)}\b", c)} for c in complaints}
     for name, usage in kernels.items():
         usage.spill_store += shared.spill_store
         usage.spill_load += shared.spill_load
-        usage.warnings = tuple(c for c in complaints if re.search(rf"\b{re.escape(name)}\b", c))
+        usage.warnings = tuple(c for c, named in about.items() if name in named or not named)
     return kernels
 
 

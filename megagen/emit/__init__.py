@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePath
@@ -101,26 +101,26 @@ class _Branch:
 
 
 def _branches(plan: Plan, kernel: KernelPlan) -> Iterator[_Branch]:
-    """Warpgroup 0 and the rest, so that setmaxnreg stands in one branch each."""
-    groups = [
-        [p for p in kernel.programs if p.first < WARPGROUP],
-        [p for p in kernel.programs if p.first >= WARPGROUP],
-    ]
+    """One, or with setmaxnreg two: warpgroup 0 and the rest, because it takes effect where each has a branch."""
+    if plan.launch.registers is None:
+        yield _Branch("", None, _programs(plan, kernel.programs))
+        return
     even = plan.machine.registers // (32 * plan.launch.warps) // 8 * 8
-    for i, programs in enumerate(groups):
-        if not programs:
-            continue
-        registers = None
-        if plan.launch.registers is not None:
-            n = plan.launch.registers[i]
-            registers = ("dec" if n <= even else "inc", n)
-        head = f"if (ctx.warp < {WARPGROUP})" if i == 0 else "else" if groups[0] else ""
-        yield _Branch(head, registers, [_program(plan, p, k == 0) for k, p in enumerate(programs)])
+    heads = (f"if (ctx.warp < {WARPGROUP})", "else")
+    for i, (head, n) in enumerate(zip(heads, plan.launch.registers, strict=True)):
+        mine = [p for p in kernel.programs if (p.first >= WARPGROUP) == bool(i)]
+        yield _Branch(head, ("dec" if n <= even else "inc", n), _programs(plan, mine))
+
+
+def _programs(plan: Plan, programs: Sequence[ProgramPlan]) -> list[_Program]:
+    return [_program(plan, p, k == 0) for k, p in enumerate(programs)]
 
 
 def _program(plan: Plan, program: ProgramPlan, first: bool) -> _Program:
     last = program.first + program.count - 1
-    test = f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp >= {program.first} && ctx.warp <= {last}"
+    test = (
+        f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp <= {last}"
+    )  # an else-if: the ones before are gone
     title = f"warp {last}" if program.count == 1 else f"warps {program.first} to {last}"
     return _Program(
         head=f"{'if' if first else 'else if'} ({test})",

@@ -1,7 +1,7 @@
 """The Plan: a lowered schedule as flat, ordered data.
 
-Only numbers, enums and names; frozen; JSON round-trips; the same input gives the same bytes. Emitter, checker,
-simulator, emulator and runtime read the Plan and nothing above it, so host and device cannot disagree.
+Only numbers, enums and names; frozen; JSON round-trips; the same input gives the same bytes. Emitter, checker
+and runtime read the Plan and nothing above it, so host and device cannot disagree.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Source(Frozen):
 class Machine(Frozen):
     """A GPU as the Plan needs it. Loaded from ``machines/*.toml``; every figure there names its source.
 
-    ``blocks_fit``: cluster size -> blocks co-resident at one a SM. Rates in bytes/s, latencies in ns.
+    ``blocks_fit``: cluster size -> blocks co-resident at one a SM. Rates in bytes/s.
     """
 
     name: str
@@ -197,6 +197,7 @@ class OpPlan(Frozen):
     regions: Mapping[str, str]  # purpose -> region name ("scratch", ...)
     roles: Mapping[str, tuple[int, ...]]  # role -> warps that the schedule gave it
     specs: tuple[RoleSpec, ...]  # what the roles accept
+    sources: Mapping[str, Source] = {}  # role -> the line that placed it
     stream: StreamPlan | None
     weight_bytes: int  # of one launch at the plan's nominal routing
     activation_bytes: int

@@ -346,6 +346,7 @@ struct Residual {  // every_directive.py:38
 }  // namespace policy
 
 }  // namespace
+
 extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) u8 shared[];
   Ctx ctx(p, shared);
@@ -416,7 +417,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
   }
   else {
     ptx::setmaxnreg_inc<200>();
-    if (ctx.warp >= 4 && ctx.warp <= 11) {  // warps 4 to 11
+    if (ctx.warp <= 11) {  // warps 4 to 11
       ctx.attach();
       ctx.step = 27;
       ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:38

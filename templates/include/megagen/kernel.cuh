@@ -1,6 +1,6 @@
 // A warp's state, and how a kernel begins and ends.
 //
-// K, the kernel's policy: Params, kWarps, kBlocks, kCluster, kTokens, kBoundedWaits, kAbortOffset, kRecordOffset,
+// K, the kernel's policy: Params, kWarps, kBlocks, kCluster, kTokens, kPdl, kBoundedWaits, kAbortOffset, kRecordOffset,
 // kEpochOffset, Ring, Accum, Table, and init_barriers(ctx).
 #pragma once
 

@@ -8,21 +8,7 @@ namespace megagen::debug {
 
 // 64 bytes, mirrored by megagen/runtime/hang.py. The wait itself writes the first five words, in line (a call would
 // spill the caller's registers); the warp's end writes the rest.
-enum Field : u32 {
-    kState,
-    kStep,
-    kEdge,
-    kSlot,
-    kPhase,
-    kObserved,
-    kSmid,
-    kBlock,
-    kWarp,
-    kRank,
-    kEpoch,
-    kTold,
-    kFields = 16
-};
+enum Field : u32 { kState, kStep, kEdge, kSlot, kPhase, kSmid = 6, kBlock, kWarp, kRank, kEpoch, kTold, kFields = 16 };
 enum State : u32 { kExpired = 1, kWoken = 2 };
 
 template <class Ctx>

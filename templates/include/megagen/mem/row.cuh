@@ -43,12 +43,6 @@ MEGAGEN_DEVICE void add_row(float (&y)[8], uint4 low, uint4 high) {
     for (u32 i = 0; i < 8; ++i) y[i] += __uint_as_float(word[i]);
 }
 
-// Makes packed pairs fresh values to the compiler, which would otherwise keep both halves unpacked from the first pass
-// over a row to the second: twice the registers.
-MEGAGEN_DEVICE void keep_packed(u32& pair) { asm volatile("" : "+r"(pair)); }
-
-MEGAGEN_DEVICE void keep_packed(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
-
 // 1 + w of eight consecutive elements; gains are kept as the checkpoint has them.
 MEGAGEN_DEVICE void load_gain(const u8* base, u32 element, float (&gain)[8]) {
 #pragma unroll

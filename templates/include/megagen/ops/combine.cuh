@@ -62,7 +62,7 @@ struct Combine {
                 for (u32 i = 0; i < kN; ++i) {
 #pragma unroll
                     for (u32 e = 0; e < 4; ++e) {
-                        keep_packed(x[s][i][e]);
+                        ptx::keep_packed(x[s][i][e]);
                         out[i][2 * e] = fmaf(factor, bf16_low(x[s][i][e]), out[i][2 * e]);
                         out[i][2 * e + 1] = fmaf(factor, bf16_high(x[s][i][e]), out[i][2 * e + 1]);
                     }

@@ -58,7 +58,7 @@ struct Residual {
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) {
                 float x[8];
-                keep_packed(v[i]);
+                ptx::keep_packed(v[i]);
                 unpack<8>(v[i], x);
 #pragma unroll
                 for (u32 h = 0; h < 2; ++h) {

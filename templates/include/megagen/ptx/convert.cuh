@@ -1,4 +1,4 @@
-// bf16 pairs and byte permutation.
+// bf16 pairs, byte permutation, and what keeps the compiler from being clever with them.
 #pragma once
 
 #include <megagen/types.cuh>
@@ -24,5 +24,11 @@ MEGAGEN_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
     return v;
 }
+
+// No instruction: packed pairs become fresh values to the compiler, which would otherwise keep both halves unpacked
+// from the first pass over a row to the second, in twice the registers.
+MEGAGEN_DEVICE void keep_packed(u32& pair) { asm volatile("" : "+r"(pair)); }
+
+MEGAGEN_DEVICE void keep_packed(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
 
 } // namespace megagen::ptx

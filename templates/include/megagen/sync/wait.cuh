@@ -1,4 +1,4 @@
-// The only way to wait: bounded, warp-uniform, and it says where.
+// The way a role waits: bounded, warp-uniform, and it says where.
 #pragma once
 
 #include <megagen/debug/hang.cuh>

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from megagen.cli import explain, main, pipeline
+from megagen import machines
+from megagen.cli import device, explain, main, pipeline, sheets
+from megagen.compile.artifact import Artifact, KernelReport
 from megagen.errors import Loc, MegagenError, ScheduleError
 from megagen.ir.graph import DType, Graph, Scope
 from megagen.ir.plan import (
@@ -81,7 +85,9 @@ def step(index: int, op: str | None, call: str, *barriers: BarrierUse, line: int
 def plan() -> Plan:
     """Two GEMMs placed alike and a norm, on six warps: 1 loads, 2-5 do the mathematics, 0 the norm."""
     full = BarrierUse(barrier="full", action="expect_tx", per="stage")
-    loads = (step(0, "a", "load_weights", full, line=7, args=(3,)), step(1, "b", "load_weights", full, line=8))
+    loads = tuple(
+        step(i, op, "load_weights", full, line=line, args=(0, 1024, 3)) for i, op, line in ((0, "a", 7), (1, "b", 8))
+    )
     maths = tuple(
         step(i, op, "math", BarrierUse(barrier="full", action="wait", per="stage")) for i, op in ((2, "a"), (3, "b"))
     )
@@ -154,7 +160,7 @@ def test_explain_json_is_the_plan(given: Plan) -> None:
     code, out, err = in_process("explain", "s.py", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
-    own = "launch roles shared shared_bytes shared_limit syncs barriers streams ring loads costs total"
+    own = "graph options launch roles shared shared_bytes shared_limit syncs barriers streams ring loads costs total"
     assert list(found) == ["plan", "machine", "tp", "tokens", "fused", "choices", *own.split()]
     assert found["roles"][1] == {"first": 1, "count": 1, "jobs": {"a": ["load_weights"], "b": ["load_weights"]}}
     assert [(r["offset"], r["bytes"], r["name"]) for r in found["shared"]] == [
@@ -166,8 +172,8 @@ def test_explain_json_is_the_plan(given: Plan) -> None:
     assert (edge["writers"], edge["readers"], edge["source"]) == (["n.math"], ["a.math"], "s.py:12")
     assert [(b["wait"], b["arrive"]) for b in found["barriers"]] == [([2, 3, 4, 5], [1])]
     assert [(r["op"], r["first"], r["args"], r["source"]) for r in found["loads"]] == [
-        ("a", 1, [3], "s.py:7"),
-        ("b", 1, [], "s.py:8"),
+        ("a", 1, [0, 1024, 3], "s.py:7"),
+        ("b", 1, [0, 1024, 3], "s.py:8"),
     ]
     # 3 MB at 2 TB/s take 1.5 µs, 5 MB 2.5 µs
     assert [r["floor_us"] for r in found["costs"]] == [0, 1.5, 2.5]
@@ -182,10 +188,11 @@ def test_explain_json_is_the_plan(given: Plan) -> None:
 def test_explain_shows_every_sheet(given: Plan) -> None:
     code, out, _ = in_process("explain", "s.py")
     assert code == 0
-    for text in ("small: one fused kernel on toy", "depth=2", "4.2 KiB of 8.0 KiB", "line 12", "0xffffffff", "lamport"):
+    head = "small: one fused kernel, for g on toy"
+    for text in (head, "depth=2", "4.2 KiB of 8.0 KiB", "line 12", "0xffffffff", "lamport"):
         assert text in out
-    assert re.search(r"^ *b +dense_gemm +5\.00 .* 2\.50 *$", out, re.M)
-    assert re.search(r"^ *total +8\.00 .* 4\.00 *$", out, re.M)
+    assert re.search(r"^b +dense_gemm +5\.00 .* 2\.50 *$", out, re.M)
+    assert re.search(r"^total +8\.00 .* 4\.00 *$", out, re.M)
 
 
 @pytest.mark.parametrize(("warps", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 7, 8], "0-2 5 7-8")])
@@ -214,7 +221,7 @@ def test_build_says_what_came_out(given: Plan, tmp_path: Path, monkeypatch: pyte
     code, text, err = in_process(*args, "--json")
     assert (code, err) == (0, "")
     found = json.loads(text)
-    own = "nominal_tokens nominal_experts hbm_bytes floor_us findings artifacts kernels"
+    own = "graph options nominal_tokens nominal_experts hbm_bytes floor_us findings artifacts kernels"
     assert list(found) == ["plan", "machine", "tp", "tokens", "fused", "choices", *own.split()]
     (kernel,) = found["kernels"]
     assert (kernel["kernel"], kernel["arch"]) == ("small_kernel", "sm_90a")
@@ -234,6 +241,158 @@ def test_build_says_what_came_out(given: Plan, tmp_path: Path, monkeypatch: pyte
     assert re.search(
         r"small_kernel +sm_90a +\d+ +0 +4\.2 KiB .* 1 HMMA\.16816\.F32\.BF16 +0 +8\.00 +4\.0 *$", text, re.M
     )
+
+
+def test_unfused_files_have_their_own_names(plan: Plan, tmp_path: Path) -> None:
+    """And what an earlier build of the same name left for other architectures goes."""
+
+    def built(fused: bool, *archs: str) -> pipeline.Built:
+        made = {}
+        for arch in archs:
+            path = tmp_path / f"{arch}.{fused}"
+            path.write_text(f"{arch} {fused}")
+            made[arch] = Artifact(arch=arch, path=path, compiler="c", cached=False, log="", kernels={})
+        return pipeline.Built(NO_GRAPH, plan.model_copy(update={"fused": fused}), (), "text", made)
+
+    out = tmp_path / "out"
+    pipeline.export(built(True, "sm_90a", "sm_100a"), out)
+    pipeline.export(built(False, "sm_90a", "sm_103a"), out)
+    (out / "smaller.sm_100a.cubin").write_text("of another plan")
+    unfused = {"small.unfused.cu", "small.unfused.plan.json", "small.unfused.sm_90a.cubin"}
+    others = {"small.cu", "small.plan.json", "small.sm_90a.cubin", "smaller.sm_100a.cubin"}
+    assert {p.name for p in out.iterdir()} == {
+        *unfused, *others, "small.sm_100a.cubin", "small.unfused.sm_103a.cubin",
+    }  # fmt: skip
+    pipeline.export(built(True, "sm_90a"), out)
+    assert {p.name for p in out.iterdir()} == {*unfused, *others, "small.unfused.sm_103a.cubin"}
+    assert (out / "small.sm_90a.cubin").read_text() == "sm_90a True"
+    assert (out / "small.unfused.sm_90a.cubin").read_text() == "sm_90a False"
+
+
+def test_warnings_and_spills_are_shown(given: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spills where the plan runs; what the compiler warned of everywhere."""
+
+    def compiled(spills: int, *texts: str) -> dict[str, KernelReport]:
+        made = KernelReport(
+            registers=32, spill_store_bytes=spills, spill_load_bytes=2 * spills, stack_bytes=0, shared_bytes=0,
+            code_bytes=128, mma=None, traps=None, warnings=texts,
+        )  # fmt: skip
+        return {"small_kernel": made}
+
+    def build(checked: pipeline.Checked, archs: object, settings: object, **_: object) -> pipeline.Built:
+        made = {
+            arch: Artifact(arch=arch, path=Path(arch), compiler="c", cached=False, log="", kernels=kernels)
+            for arch, kernels in (("sm_90a", compiled(8)), ("sm_100a", compiled(4, "unused variable x")))
+        }
+        return pipeline.Built(NO_GRAPH, given, (), "", made)
+
+    monkeypatch.setattr(pipeline, "build", build)
+    code, out, err = in_process("build", "s.py", "--json")
+    assert code == 0
+    assert err.splitlines() == [
+        "warning: small_kernel on sm_90a spills 24 bytes of registers a thread to memory",
+        "warning: small_kernel on sm_100a: unused variable x",
+    ]
+    rows = json.loads(out)["kernels"]
+    assert [(r["spill_bytes"], r["warnings"]) for r in rows] == [(24, []), (12, ["unused variable x"])]
+
+
+@pytest.mark.parametrize("split", ["nn", "nk"])
+def test_what_is_computed_is_named(split: str) -> None:
+    graph = f"muse_spark.expert_block.{split}"
+    args = ("check", str(SHIPPED), "--option", f"split={split}", "--option", "experts=bf16", "--tokens", "1")
+    code, out, _ = in_process(*args)
+    assert code == 0
+    assert f"for {graph} with split={split}, experts=bf16 on h200" in out
+    assert "up to 1 token," in out
+    found = json.loads(in_process(*args, "--json")[1])
+    assert (found["graph"], found["options"]) == (graph, {"split": split, "experts": "bf16"})
+
+
+def test_a_recorded_figure_says_what_was_built(plan: Plan) -> None:
+    built = pipeline.Built(NO_GRAPH, plan, (), "", {}, options={"experts": "bf16", "split": "nk"})
+    text = device.notes(built, 30, 8, 50, bounded=True)
+    assert text.startswith("g with experts=bf16, split=nk; tp 8 ")
+    assert "16 tokens on 30 experts, new routing" in text
+    none = pipeline.Built(NO_GRAPH, plan.model_copy(update={"nominal_experts": 0}), (), "", {})
+    text = device.notes(none, 0, 8, 50, bounded=False)
+    assert text.startswith("g; ")
+    assert "expert" not in text
+    assert "routing" not in text
+
+
+def test_a_checkpoint_is_among_the_options(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_described", lambda checkpoint: {})
+    checked = pipeline.check(pipeline.Request(SHIPPED, checkpoint=tmp_path))
+    assert checked.options == {"checkpoint": str(tmp_path)}
+    assert f"with checkpoint={tmp_path} on" in explain.headline(checked.plan, checked.options)
+
+
+def test_nominal_routing_in_words(plan: Plan) -> None:
+    assert explain.nominal(plan) == "16 tokens on 49 experts"
+    one = plan.model_copy(update={"nominal_tokens": 1, "nominal_experts": 8})
+    assert explain.nominal(one) == "1 token on 8 experts"
+    assert explain.nominal(one, 1) == "1 token on 1 expert"
+    assert explain.nominal(plan.model_copy(update={"nominal_experts": 0})) == "16 tokens"
+
+
+@pytest.mark.parametrize(
+    ("call", "args", "text"),
+    [
+        ("load_weights", (0, 1024, 3), "all of a block's stages, at most 3 stages in flight"),
+        ("load_weights", (0, 512, 1), "first 50 % of a block's stages, at most 1 stage in flight"),
+        ("load_weights", (768, 1024, 2), "last 25 % of a block's stages, at most 2 stages in flight"),
+        ("load_weights", (256, 512, 2), "25 % to 50 % of a block's stages, at most 2 stages in flight"),
+        ("prefetch_l2", (0, 256), "first 25 % of a block's stages into L2"),
+    ],
+)
+def test_shares_in_words(call: str, args: tuple[int, ...], text: str) -> None:
+    assert explain.words(step(0, "a", call, args=args)) == text
+
+
+def test_explain_shows_what_a_share_waits_for() -> None:
+    code, out, _ = in_process("explain", str(SHIPPED), "--choose", "unpooler=both", "--json")
+    assert code == 0
+    rows = [(r["op"], r["call"], r["words"].partition(",")[0]) for r in json.loads(out)["loads"]]
+    at = rows.index((None, "wait_point", "waits until down is done in the block"))
+    assert rows[at - 1] == ("unpooler", "load_weights", "first 50 % of a block's stages")
+    assert rows[at + 1] == ("unpooler", "load_weights", "last 50 % of a block's stages")
+    assert (None, "signal_point", "says that down is done in the block") in rows
+
+
+def test_tables_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = in_process("explain", str(SHIPPED), "--choose", "unpooler=both", "--option", "split=nk")
+    assert code == 0
+    _, *lines = out.splitlines()  # the headline is prose
+    assert max(map(len, lines)) <= 120
+    assert re.search(r"^\d+ +expert_mid +lamport, .*0xffffffff", out, re.M)
+
+    long = "x" * 150  # cannot wrap: shown whole
+    columns = (sheets.Column("a", "a"), sheets.Column("b", "b"))
+    sheets.show([sheets.Sheet("rows", "", columns, [{"a": long, "b": "c d"}])])
+    assert long in capsys.readouterr().out
+
+
+def test_version() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as f:
+        version = tomllib.load(f)["project"]["version"]
+    assert in_process("--version") == (0, f"megagen {version}\n", "")
+
+
+def test_help_names_what_is_legal() -> None:
+    code, out, _ = in_process("build", "--help")
+    assert code == 0
+    text = " ".join(out.split())
+    assert "1, 2, 4 or 8" in text
+    assert all(name in text for name in machines.names())
+
+
+def test_a_checkpoint_needs_tp_1_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "check", failing(AssertionError("too late")))
+    code, _, err = in_process("run", "s.py", "--checkpoint", "folder")
+    assert code == 1
+    assert "--checkpoint with --tp 8" in err
+    assert "--tp 1" in err
 
 
 # -- errors become messages and exit codes ---------------------------------------------------------------------
@@ -272,7 +431,48 @@ def test_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "check", failing(KeyboardInterrupt()))
-    assert in_process("check", "s.py") == (130, "", "interrupted\n")
+    monkeypatch.setattr(main, "_leave_threads", lambda: None)  # the test runner's are none of ours
+    assert in_process("check", "s.py") == (130, "", "stopping…\n")
+
+
+def test_an_interrupt_does_not_wait_for_threads() -> None:
+    """A compiler's thread can be neither stopped nor waited for."""
+    code = """
+import threading, time
+from megagen.cli import main, pipeline
+
+def check(request):
+    threading.Thread(target=time.sleep, args=(100,)).start()
+    print("ready", flush=True)
+    time.sleep(100)
+
+pipeline.check = check
+main.app(["check", "s.py"], prog_name="megagen")
+"""
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=20)
+        finally:
+            process.kill()
+    assert (process.returncode, err) == (130, "stopping…\n")
+
+
+@pytest.mark.parametrize("args", [("explain",), ("explain", "--json"), ("check",)])
+def test_a_full_disk_is_no_bug(args: tuple[str, ...]) -> None:
+    code = "from megagen.cli.main import app; app(prog_name='megagen')"
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *args, str(SHIPPED)]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: cannot write to standard output: No space left on device\n",
+    )
 
 
 @pytest.mark.parametrize(
@@ -284,6 +484,12 @@ def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
         ["build", "s.py", "--choose", "depth=2", "--choose", "depth=3"],
         ["build", "s.py", "--arch", ","],
         ["build", "--check", "--update"],
+        ["build", "--check", "--tp", "8"],
+        ["build", "--update", "--choose", "a=b"],
+        ["build", "--check", "--out", "x"],
+        ["build", "--check", "s.py"],
+        ["build", "--update", "s.py"],
+        ["run", "s.py", "--launch", "0"],
         ["explain"],
         ["run", "s.py", "--tp", "many"],
         ["nonsense"],
@@ -386,7 +592,7 @@ def test_a_stale_generated_file_is_found(plan: Plan, tmp_path: Path, monkeypatch
     orphan.write_text("")
     code, out, err = in_process("build", "--check")
     assert (code, out) == (1, "")
-    assert "muse_moe.cu: 1 lines added, 1 removed" in err
+    assert "muse_moe.cu: 1 line added, 1 removed" in err
     assert "+// second" in err
     assert "nobody.cu: no schedule makes it" in err
     assert in_process("build", "--update")[0] == 0

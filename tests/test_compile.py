@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from megagen import resources
+from megagen import machines, resources
 from megagen.compile import Artifact, compile_source
 from megagen.compile import build as build_room
 from megagen.compile import cache as cache_room
 from megagen.compile.cache import Cache
-from megagen.compile.compiler import UNIT, options
+from megagen.compile.compiler import KNOWN, UNIT, Refused, options, without_comments
 from megagen.compile.nvrtc import Nvrtc
 from megagen.compile.report import is_mma, is_trap, ptxas, sections
 from megagen.errors import CacheError, CompileError
@@ -140,10 +141,49 @@ def test_contraction_is_left_to_the_author(settings: Settings) -> None:
     assert [len(re.findall(rf"\b{op}\b", sass)) for op in ("FMUL", "FADD", "FFMA")] == [1, 1, 1]
 
 
-def test_comment_changes_no_machine_code(settings: Settings) -> None:
-    a, b = one(settings), one(settings, "// hello\n" + EMPTY)
-    assert a.path != b.path
-    assert sections(a.path.read_bytes())[".text.k"] == sections(b.path.read_bytes())[".text.k"]
+COMMENTED = """// for {0}
+extern "C" __global__ void k(int* x) {{
+  x[0] = 1'000;  // it's from "schedule.py:{0}"
+  asm volatile("// {1}");
+}}
+"""
+
+
+def test_comment_changes_no_machine_code_and_is_a_hit(settings: Settings, tmp_path: Path) -> None:
+    a, b = one(settings, COMMENTED.format(41, "")), one(settings, COMMENTED.format(7042, ""))
+    assert (a.cached, b.cached) == (False, True) and a.path == b.path
+    fresh = one(Settings(cache_dir=tmp_path / "other"), COMMENTED.format(7042, ""))
+    assert not fresh.cached
+    assert sections(a.path.read_bytes())[".text.k"] == sections(fresh.path.read_bytes())[".text.k"]
+    assert not one(settings, COMMENTED.format(41, "in a string")).cached
+    assert not one(settings, COMMENTED.format(41, "").replace("1'000", "1'001")).cached
+
+
+def test_kept_source_is_the_one_given_comments_included(settings: Settings) -> None:
+    keep = settings.model_copy(update={"keep": ("cu",)})
+    for line in (41, 42):
+        text = COMMENTED.format(line, "")
+        assert one(keep, text).path.with_suffix(".cu").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "text, bare",
+    [
+        ("a; // b\n// c\n  // d // e\nf", "a;\n\n\nf"),
+        ("a; //b", "a;"),
+        ('"// a" // b', '"// a"'),
+        (r'"\"// a"', None),
+        ("""'"' // a\n'"' // b""", """'"'\n'"'"""),
+        ("1'000 // it's", "1'000"),
+        ("/* // a */ b /* // c\n// d */ e", None),
+        ("// a /* b\nc // */", "\nc"),
+        ("// a \\\nb", None),
+        ('R"x(\n// a)"\n// b)x" // c', 'R"x(\n// a)"\n// b)x"'),
+        ("a / b // c", "a / b"),
+    ],
+)
+def test_comments_are_those_of_the_language(text: str, bare: str | None) -> None:
+    assert without_comments(text) == (text if bare is None else bare)
 
 
 def test_without_disassembler_figures_are_absent_and_not_taken_from_a_richer_entry(
@@ -179,6 +219,17 @@ def test_ptxas_log_with_spills() -> None:
     assert (a.registers, a.stack, a.spill_store, a.spill_load, a.shared) == (32, 680, 716, 716, 0)
     assert (b.registers, b.stack, b.spill_store, b.spill_load, b.shared) == (24, 96, 8, 12, 80000)
     assert a.warnings == () and len(b.warnings) == 1 and "serialized" in b.warnings[0]
+
+
+def test_complaint_that_names_no_kernel_is_of_every_kernel(settings: Settings) -> None:
+    """ptxas does not know the registers at entry and says so without a name (C7508)."""
+    asm = 'asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");'
+    source = f'extern "C" __global__ void first() {{ {asm} }}\nextern "C" __global__ void second() {{}}\n'
+    made = compile_source(source, kernels=["first", "second"], archs=["sm_90a"], settings=settings)["sm_90a"]
+    assert "'setmaxnreg' ignored" in made.log
+    for name in ("first", "second"):
+        (warning,) = made.kernels[name].warnings
+        assert "'setmaxnreg' ignored" in warning
 
 
 @pytest.mark.parametrize(
@@ -243,10 +294,61 @@ def test_missing_kernel_names_those_there(settings: Settings) -> None:
         compile_source(EMPTY, kernels=["k", "other"], archs=["sm_90a"], settings=settings)
 
 
-@pytest.mark.parametrize("arch", ["sm_999a", "compute_90", "h200"])
-def test_unknown_architecture(settings: Settings, arch: str) -> None:
-    with pytest.raises(CompileError, match=r"arch"):
-        compile_source(EMPTY, kernels=["k"], archs=[arch], settings=settings)
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100", "sm_999a", "compute_90", "h200", ""])
+def test_unknown_architecture_is_refused_before_compiling(
+    settings: Settings, arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_room, "pick", None)
+    with pytest.raises(CompileError, match=f"cannot compile for '{arch}'") as e:
+        compile_source(EMPTY, kernels=["k"], archs=["sm_90a", arch], settings=settings)
+    if arch == "sm_90":
+        assert e.value.hint == "did you mean 'sm_90a'?"
+
+
+def test_known_architectures_are_those_that_have_what_the_code_needs() -> None:
+    source = 'extern "C" __global__ void __launch_bounds__(128) k() { asm("setmaxnreg.dec.sync.aligned.u32 24;"); }'
+    nvrtc = Nvrtc.load()
+    for arch in KNOWN:
+        assert nvrtc.run(source, {}, options(arch, {}), ptx=False).cubin
+        with pytest.raises(Refused, match="setmaxnreg"):
+            nvrtc.run(source, {}, options(arch.removesuffix("a"), {}), ptx=False)
+    assert {machines.load(m).arch for m in machines.names()} <= {*KNOWN}
+
+
+INTERRUPTED = """
+import os, signal, sys, threading, time
+from pathlib import Path
+from megagen.compile import compile_source
+from megagen.compile.compiler import Refused
+from megagen.compile.nvrtc import Nvrtc
+from megagen.settings import Settings
+root, cache, refuse = Path(sys.argv[1]), sys.argv[2] == "cache", sys.argv[3] == "refused"
+release, real = threading.Event(), Nvrtc.run
+def slow(*args, **more):
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    release.wait()
+    if refuse: raise Refused("no")
+    return real(*args, **more)
+Nvrtc.run = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    source = 'extern "C" __global__ void k() {}'
+    compile_source(source, kernels=["k"], archs=["sm_90a"], settings=Settings(cache_dir=root / "cache", cache=cache))
+except KeyboardInterrupt:
+    print("interrupted", not release.is_set())
+release.set()
+"""
+
+
+@pytest.mark.parametrize("end", ["done", "refused"])
+@pytest.mark.parametrize("cache", ["cache", "none"])
+def test_interrupt_does_not_wait_for_the_compiler_and_leaves_nothing(cache: str, end: str, tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(Path(resources.__file__).parents[1]), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path), cache, end]
+    said = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout.split() == ["interrupted", "True"] and said.stderr == ""
+    assert [p for p in tmp_path.rglob("*") if p.is_file() and p.suffix != ".lock"] == []
+    assert list(tmp_path.glob("megagen-*")) == list(tmp_path.glob("cache/staging/*")) == []
 
 
 @pytest.mark.parametrize("nvcc", ["/nowhere/nvcc", "/bin/true"])
@@ -382,7 +484,52 @@ def damage_report(entry: Path) -> None:
     (entry / "report.json").write_text(json.dumps(report))
 
 
-@pytest.mark.parametrize("damage", [damage_flip, damage_truncate, damage_empty, damage_remove, damage_report])
+def damage_manifest_folder(entry: Path) -> None:
+    (entry / "manifest.json").unlink()
+    (entry / "manifest.json").mkdir()
+
+
+def damage_file_folder(entry: Path) -> None:
+    (entry / "kernel.cubin").unlink()
+    (entry / "kernel.cubin").mkdir()
+
+
+def damage_entry_file(entry: Path) -> None:
+    shutil.rmtree(entry)
+    entry.write_text("")
+
+
+def damage_entry_link(entry: Path) -> None:
+    shutil.rmtree(entry)
+    entry.symlink_to("nowhere")
+
+
+def damage_unlisted(name: str) -> Callable[[Path], None]:
+    def damage(entry: Path) -> None:
+        manifest = json.loads((entry / "manifest.json").read_text())
+        del manifest[name]
+        (entry / "manifest.json").write_text(json.dumps(manifest))
+        (entry / name).unlink()
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_flip,
+        damage_truncate,
+        damage_empty,
+        damage_remove,
+        damage_report,
+        damage_manifest_folder,
+        damage_file_folder,
+        damage_entry_file,
+        damage_entry_link,
+        damage_unlisted("report.json"),
+        damage_unlisted("kernel.cubin"),
+    ],
+)
 def test_damaged_entry_is_set_aside_and_rebuilt(damage: Callable[[Path], None], settings: Settings) -> None:
     cold = one(settings)
     cubin = cold.path.read_bytes()
@@ -435,6 +582,42 @@ def test_killed_writer_leaves_no_entry_and_its_staging_is_reused(tmp_path: Path)
     (staging / "a").write_bytes(b"half")
     entry, cached = Cache(tmp_path).fetch("k", lambda: {"a": b"whole"})
     assert not cached and (entry / "a").read_bytes() == b"whole" and not staging.exists()
+
+
+def test_shelves_keep_the_newest(settings: Settings) -> None:
+    root = settings.cache_dir
+    for age in range(1, 31):
+        for shelf in ("failed", "quarantine"):
+            old = root / shelf / f"{age:02}"
+            old.mkdir(parents=True)
+            (old / "log.txt").write_text("")
+            os.utime(old, times=(time.time() - 60 * age,) * 2)
+    with pytest.raises(CompileError) as e:
+        one(settings, BROKEN)
+    failed = Path(e.value.render().rsplit("full log: ")[-1].strip())
+    os.utime(failed, times=(0, 0))
+    (root / "failed" / "30").mkdir()
+    os.utime(root / "failed" / "30", times=(1, 1))
+    with pytest.raises(CompileError):
+        one(settings, BROKEN)
+    assert {p.name for p in (root / "failed").iterdir()} == {failed.name, *(f"{a:02}" for a in range(1, 20))}
+
+    entry = one(settings).path.parent
+    damage_truncate(entry)
+    os.utime(entry, times=(0, 0))
+    assert not one(settings).cached
+    left = {p.name for p in (root / "quarantine").iterdir()}
+    aside = {n for n in left if n.startswith(entry.name)}
+    assert len(aside) == 1 and left - aside == {f"{a:02}" for a in range(1, 20)}
+
+
+def test_staging_of_the_long_dead_goes_and_that_of_the_living_stays(tmp_path: Path) -> None:
+    for name, hours in {"dead": 25, "alive": 23}.items():
+        (tmp_path / "staging" / name).mkdir(parents=True)
+        os.utime(tmp_path / "staging" / name, times=(time.time() - 3600 * hours,) * 2)
+    (tmp_path / "staging" / "k").write_text("a file in the way")
+    assert (Cache(tmp_path).fetch("k", lambda: {"a": b"1"})[0] / "a").read_bytes() == b"1"
+    assert [p.name for p in (tmp_path / "staging").iterdir()] == ["alive"]
 
 
 def test_builder_may_fail_without_a_trace(tmp_path: Path) -> None:

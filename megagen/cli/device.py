@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megagen.cli.explain import computed, nominal
 from megagen.cli.pipeline import Built
-from megagen.cli.sheets import Column, Row, Sheet, megabytes
+from megagen.cli.sheets import Column, Row, Sheet, counted, megabytes
 from megagen.errors import MegagenError
 
 if TYPE_CHECKING:
@@ -41,12 +42,6 @@ def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: 
         else:
             from megagen.weights.checkpoint import load_layer, load_reference
 
-            if graph.tp != 1:
-                raise MegagenError(
-                    f"--checkpoint with --tp {graph.tp}: one GPU holds one shard, and stand-ins repeat it",
-                    hint="use --tp 1",
-                )
-
             packed = load_layer(checkpoint, layer, graph, rank=0, device=session.device)
             env = load_reference(checkpoint, layer, graph, device=session.device)
         override = None if experts is None else _table(session.experts, session.top_k, experts, tokens, seed=0)
@@ -70,7 +65,7 @@ def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: 
 
     return Sheet(
         "checks",
-        f"{tokens} tokens, {seeds} seeds, against the reference in fp32",
+        f"{counted(tokens, 'token')}, {counted(seeds, 'seed')}, against the reference in fp32",
         (
             Column("", lambda r: "skip" if r["skipped"] else "ok" if r["ok"] else "FAIL"),
             Column("what", "check"),
@@ -92,7 +87,7 @@ def steps(layers: int, rounds: int) -> int:
 
 def bench(
     built: Mapping[str, Built],
-    experts: int,
+    experts: int | None,
     layers: int,
     rounds: int,
     command: str,
@@ -101,7 +96,10 @@ def bench(
     *,
     bounded: bool = True,
 ) -> Sheet:
-    """Time the variants in turns: CUDA graphs over the same ``layers`` layers, routing drawn anew each replay."""
+    """Time the variants in turns: CUDA graphs over the same ``layers`` layers, routing drawn anew each replay.
+
+    ``experts``: distinct ones of a launch, by default the plan's nominal number; a graph may have none.
+    """
     from megagen.bench import measure
     from megagen.bench.timing import Variant, interleave
     from megagen.bench.verify import random_stream
@@ -111,6 +109,8 @@ def bench(
 
     some = next(iter(built.values()))
     graph, plan = some.graph, some.plan
+    experts = experts or plan.nominal_experts
+    routed = nominal(plan, experts)
     target = _measurements(plan.name) if record else None
     (stream,) = (t.name for t in graph.tensors.values() if t.kind is TensorKind.INPUT)
     with ExitStack() as stack:
@@ -131,6 +131,8 @@ def bench(
             replay = session.capture([session.bind({**weights, stream: rows}) for weights in packed])
 
             def reroute(sample: int) -> None:
+                if not plan.nominal_experts:
+                    return
                 session.set_route_override(_table(session.experts, session.top_k, experts, graph.tokens, sample))
 
             return Variant(name, replay.replay, layers, reroute)
@@ -140,25 +142,22 @@ def bench(
             session.synchronize()  # a launch that gave up is quick: it must not pass for a time
 
     def figure(timing: Timing) -> measure.Row:
-        notes = f"tp {graph.tp} on one GPU, stand-ins for the other ranks; {graph.tokens} tokens on {experts} experts, "
-        notes += f"new routing each replay; {layers} distinct layers in a CUDA graph, {timing.samples} replays; "
-        notes += "bounded waits" if bounded else "unbounded waits"
         return measure.row(
             timing,
             plan=plan,
-            experts=experts,
+            experts=experts or None,
             what=f"{graph.attributes['figure']}.{timing.name}",
             command=command,
-            notes=notes,
+            notes=notes(some, experts, layers, timing.samples, bounded=bounded),
         )
 
     figures = {name: figure(timing) for name, timing in timings.items()}
     if target is not None:
         measure.append(target, list(figures.values()))
-    nbytes = measure.weight_bytes(plan, experts)
+    nbytes = measure.weight_bytes(plan, experts or None)
     return Sheet(
         "figures",
-        f"µs a layer: {graph.tokens} tokens on {experts} experts, {layers} layers, {rounds} replays",
+        f"µs a layer: {routed}, {counted(layers, 'layer')}, {rounds} replays",
         (
             Column("variant", "variant"),
             Column("median", lambda r: f"{r['value']:.1f}", right=True),
@@ -171,6 +170,20 @@ def bench(
         [{"variant": n, "hbm_bytes": nbytes, **f.model_dump(mode="json")} for n, f in figures.items()],
         note="Stand-ins take the place of the other ranks: the time of their links is not in these figures."
         + (f"\nAppended to {target}." if target else ""),
+    )
+
+
+def notes(built: Built, experts: int, layers: int, replays: int, *, bounded: bool) -> str:
+    """What a recorded figure is of, beyond the plan's name."""
+    plan = built.plan
+    return "; ".join(
+        (
+            computed(plan, built.options),
+            f"tp {plan.tp} on one GPU, stand-ins for the other ranks",
+            nominal(plan, experts) + (", new routing each replay" if plan.nominal_experts else ""),
+            f"{counted(layers, 'distinct layer')} in a CUDA graph, {counted(replays, 'replay')}",
+            "bounded waits" if bounded else "unbounded waits",
+        )
     )
 
 

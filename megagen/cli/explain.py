@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any
 
-from megagen.cli.sheets import Column, Sheet, megabytes, size, span
-from megagen.ir.plan import Plan, Source
+from megagen.cli.sheets import Column, Sheet, counted, megabytes, size, span
+from megagen.ir.plan import Plan, Source, StepPlan
 
 LAUNCH = "launch"  # the column of steps that belong to no op
 MBARRIER_BYTES = 8
+WHOLE = 1024  # the unit of shares (templates/include/megagen/ops/stream.cuh)
+POINT = "point_"  # starts the names of barriers that end an op in the block
 
 
 def place(source: Source) -> str | None:
@@ -25,6 +28,33 @@ def line(row: Any) -> str:
 def stream_us(plan: Plan, nbytes: int) -> float:
     """The least time in µs in which the plan's machine streams ``nbytes`` from HBM."""
     return round(nbytes / plan.machine.hbm_bytes_per_s * 1e6, 3)
+
+
+def nominal(plan: Plan, experts: int | None = None) -> str:
+    """The tokens, and if there are any the experts (default: the plan's nominal ones), that bytes are stated for."""
+    experts = experts or plan.nominal_experts
+    tokens = counted(plan.nominal_tokens, "token")
+    return f"{tokens} on {counted(experts, 'expert')}" if plan.nominal_experts else tokens
+
+
+def words(step: StepPlan) -> str:
+    """What a step of :func:`loads` does."""
+    if step.call in ("wait_point", "signal_point"):
+        ops = " and ".join(use.barrier.removeprefix(POINT) for use in step.barriers)
+        return f"{'waits until' if step.call == 'wait_point' else 'says that'} {ops} is done in the block"
+    first, last, *cap = step.args
+    share, to = f"{100 * first / WHOLE:.3g} %", f"{100 * last / WHOLE:.3g} %"
+    if (first, last) == (0, WHOLE):
+        text = "all of a block's stages"
+    elif first == 0:
+        text = f"first {to} of a block's stages"
+    elif last == WHOLE:
+        text = f"last {100 - 100 * first / WHOLE:.3g} % of a block's stages"
+    else:
+        text = f"{share} to {to} of a block's stages"
+    if step.call == "prefetch_l2":
+        text += " into L2"
+    return text + "".join(f", at most {counted(stages, 'stage')} in flight" for stages in cap)
 
 
 def roles(plan: Plan) -> Sheet:
@@ -108,19 +138,22 @@ def syncs(plan: Plan) -> Sheet:
         (
             Column("#", "index", right=True),
             Column("edge", "edge"),
-            Column("kind", "kind"),
-            Column("scope", "scope"),
+            Column("kind", lambda r: f"{r['kind']}, {r['scope']}"),
             Column("data", lambda r: f"{r['dtype']} {'×'.join(map(str, r['shape']))}"),
             Column("bytes", lambda r: size(r["bytes"]), right=True),
-            Column("from", "writers"),
-            Column("to", "readers"),
+            Column("from", lambda r: _named(r["writers"])),
+            Column("to", lambda r: _named(r["readers"])),
             Column("empty", "empty"),
-            Column("copies", "copies", right=True),
-            Column("reset", "reset"),
+            Column("copies, reset", lambda r: f"{r['copies']}, {r['reset']}"),
             Column("from line", line),
         ),
         rows,
     )
+
+
+def _named(roles: list[str]) -> str:
+    """ "op.role" as "op role": a narrow column wraps between words."""
+    return ",\n".join(r.replace(".", " ") for r in roles)
 
 
 def barriers(plan: Plan) -> Sheet:
@@ -200,7 +233,7 @@ def streams(plan: Plan) -> Sheet:
 
 
 def loads(plan: Plan) -> Sheet:
-    """Steps that ask for weights, in the order in which their warp comes to them."""
+    """Steps that ask for weights or that such a step waits for, in the order in which their warp comes to them."""
     rows = [
         {
             "kernel": kernel.name,
@@ -210,12 +243,13 @@ def loads(plan: Plan) -> Sheet:
             "op": step.op,
             "call": step.call,
             "args": list(step.args),
+            "words": words(step),
             "source": place(step.source),
         }
         for kernel in plan.kernels
         for program in kernel.programs
         for step in program.steps
-        if step.call == "load_weights" or step.call.startswith("prefetch")
+        if step.call in ("load_weights", "prefetch_l2", "wait_point", "signal_point")
     ]
     return Sheet(
         "loads",
@@ -225,7 +259,7 @@ def loads(plan: Plan) -> Sheet:
             Column("step", "step", right=True),
             Column("op", "op"),
             Column("call", "call"),
-            Column("arguments", "args"),
+            Column("in words", "words"),
             Column("from line", line),
         ),
         rows,
@@ -257,7 +291,7 @@ def costs(plan: Plan) -> Sheet:
     rate = plan.machine.hbm_bytes_per_s
     return Sheet(
         "costs",
-        f"Bytes, operations and floor: {plan.nominal_tokens} tokens, {plan.nominal_experts} experts",
+        f"Bytes, operations and floor: {nominal(plan)}",
         (
             Column("op", "op"),
             Column("kind", "kind"),
@@ -273,8 +307,8 @@ def costs(plan: Plan) -> Sheet:
     )
 
 
-def header(plan: Plan) -> dict[str, Any]:
-    """What plan this is: the first keys of every command's JSON."""
+def header(plan: Plan, options: Mapping[str, str]) -> dict[str, Any]:
+    """What plan this is: the first keys of every command's JSON. ``options``: what its schedule was asked for."""
     return {
         "plan": plan.name,
         "machine": plan.machine.name,
@@ -282,17 +316,26 @@ def header(plan: Plan) -> dict[str, Any]:
         "tokens": plan.tokens,
         "fused": plan.fused,
         "choices": dict(plan.choices),
+        "graph": plan.graph,
+        "options": dict(options),
     }
 
 
-def headline(plan: Plan) -> str:
+def computed(plan: Plan, options: Mapping[str, str]) -> str:
+    """The graph, and what was asked of it: "muse_spark.expert_block.nn with experts=bf16"."""
+    asked = ", ".join(f"{k}={v}" for k, v in options.items())
+    return f"{plan.graph} with {asked}" if asked else plan.graph
+
+
+def headline(plan: Plan, options: Mapping[str, str]) -> str:
     """The same in one line."""
     kernels = "one fused kernel" if plan.fused else f"{len(plan.kernels)} kernels, one an op"
     picked = "".join(f", {k}={v}" for k, v in plan.choices.items())
     at = plan.launch
     return (
-        f"{plan.name}: {kernels} on {plan.machine.name}, tp {plan.tp}, up to {plan.tokens} tokens{picked}; "
-        f"{at.blocks} blocks (cluster {at.cluster}) of {at.warps} warps"
+        f"{plan.name}: {kernels}, for {computed(plan, options)} on {plan.machine.name}, tp {plan.tp}, "
+        f"up to {counted(plan.tokens, 'token')}{picked}; "
+        f"{counted(at.blocks, 'block')} (cluster {at.cluster}) of {counted(at.warps, 'warp')}"
     )
 
 

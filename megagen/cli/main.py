@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,7 +43,8 @@ class Guarded(TyperGroup):
             typer.echo(error.render(), err=True)
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            typer.echo("interrupted", err=True)
+            typer.echo("stopping…", err=True)
+            _leave_threads()
             raise typer.Exit(INTERRUPTED) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
@@ -70,8 +72,10 @@ app = typer.Typer(
 )
 
 ScheduleFile = Annotated[Path, typer.Argument(metavar="SCHEDULE", help="The schedule: a Python file.")]
-MachineName = Annotated[str, typer.Option("--machine", help="The GPU to place the work on.")]
-Tp = Annotated[int, typer.Option("--tp", help="Ranks of the tensor-parallel group.")]
+MachineName = Annotated[
+    str, typer.Option("--machine", help="The GPU to place the work on: b200, gb300, h200, or a path to a .toml file.")
+]
+Tp = Annotated[int, typer.Option("--tp", help="Ranks of the tensor-parallel group: 1, 2, 4 or 8.")]
 Tokens = Annotated[int, typer.Option("--tokens", help="The most tokens of one launch.")]
 Choose = Annotated[list[str] | None, typer.Option("--choose", metavar="NAME=VALUE", help="Settle a choice(); repeats.")]
 Options = Annotated[
@@ -81,13 +85,24 @@ Unfused = Annotated[bool, typer.Option("--unfused", help="The same ops, a kernel
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
 
 
-@app.callback()
-def _about() -> None:
+@app.callback(invoke_without_command=True)
+def _about(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
     """megagen: megakernels from a page of Python."""
+    if version:
+        from importlib import metadata
+
+        try:
+            _print(f"megagen {metadata.version('megagen')}")
+        except metadata.PackageNotFoundError:
+            raise MegagenError("megagen runs from a folder that is not installed: no version is known") from None
+        raise typer.Exit
 
 
 @app.command()
 def build(
+    ctx: typer.Context,
     schedule: Annotated[Path | None, typer.Argument(metavar="SCHEDULE", help="The schedule: a Python file.")] = None,
     machine: MachineName = MACHINE,
     tp: Tp = 8,
@@ -105,6 +120,7 @@ def build(
     if check or update:
         if check and update:
             raise typer.BadParameter("--check compares, --update writes: choose one")
+        _alone(ctx, "--update" if update else "--check")
         return _generated([schedule] if schedule else [], update, as_json)
     if schedule is None:
         raise typer.BadParameter("a SCHEDULE is needed, or --check or --update")
@@ -119,8 +135,8 @@ def build(
     from megagen.cli import explain, report
 
     if as_json:
-        return _print_json(explain.header(built.plan) | report.record(built))
-    typer.echo(explain.headline(built.plan) + "\n")
+        return _print_json(explain.header(built.plan, built.options) | report.record(built))
+    _print(explain.headline(built.plan, built.options) + "\n")
     return _show([report.kernels(built)])
 
 
@@ -140,11 +156,11 @@ def check_(
 
     checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option))
     if as_json:
-        return _print_json(explain.header(checked.plan) | {"findings": report.findings(checked)})
+        return _print_json(explain.header(checked.plan, checked.options) | {"findings": report.findings(checked)})
     for finding in checked.findings:
         if finding.level != "warning":
-            typer.echo(finding.render())
-    return typer.echo(f"{explain.headline(checked.plan)}: ok")
+            _print(finding.render())
+    return _print(f"{explain.headline(checked.plan, checked.options)}: ok")
 
 
 @app.command("explain")
@@ -161,14 +177,15 @@ def explain_(
     """Show roles, shared memory, syncs, ring, and each op's bytes, operations and floor. Compiles nothing."""
     from megagen.cli import explain
 
-    plan = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option)).plan
+    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option))
+    plan, options = checked.plan, checked.options
     sheets = explain.sheets(plan)
     if as_json:
-        found: dict[str, Any] = explain.header(plan) | {"launch": plan.launch.model_dump(mode="json")}
+        found: dict[str, Any] = explain.header(plan, options) | {"launch": plan.launch.model_dump(mode="json")}
         for sheet in sheets:
             found |= sheet.json()
         return _print_json(found)
-    typer.echo(explain.headline(plan) + "\n")
+    _print(explain.headline(plan, options) + "\n")
     return _show(sheets)
 
 
@@ -181,8 +198,10 @@ def run(
     choose: Choose = None,
     option: Options = None,
     unfused: Unfused = False,
-    launch: Annotated[int | None, typer.Option("--launch", help="Tokens of the launch.  [default: --tokens]")] = None,
-    experts: Annotated[int | None, typer.Option("--experts", help="Force this many distinct experts.")] = None,
+    launch: Annotated[
+        int | None, typer.Option("--launch", min=1, help="Tokens of the launch.  [default: --tokens]")
+    ] = None,
+    experts: Annotated[int | None, typer.Option("--experts", min=1, help="Force this many distinct experts.")] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Random inputs to judge together.")] = 1,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Weights from here, not random.")] = None,
     layer: Annotated[int, typer.Option("--layer", help="The checkpoint's layer.")] = 1,
@@ -191,15 +210,19 @@ def run(
     """Launch on the GPU and compare the routing and every op's output with the reference."""
     from megagen.cli import device, explain
 
+    if checkpoint is not None and tp != 1:
+        raise MegagenError(
+            f"--checkpoint with --tp {tp}: one GPU holds one shard, and stand-ins repeat it", hint="use --tp 1"
+        )
     checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option, checkpoint))
     device.require()
     built = _built(checked, [checked.plan.machine.arch])
     with _working(f"running {built.plan.name}"):
         sheet = device.run(built, launch or tokens, experts, seeds, checkpoint, layer)
     if as_json:
-        _print_json(explain.header(built.plan) | sheet.json())
+        _print_json(explain.header(built.plan, built.options) | sheet.json())
     else:
-        typer.echo(explain.headline(built.plan) + "\n")
+        _print(explain.headline(built.plan, built.options) + "\n")
         _show([sheet])
     if failed := [row["check"] for row in sheet.rows if not row["ok"]]:
         raise DeviceError(f"outside the bound: {', '.join(failed)}")
@@ -214,8 +237,10 @@ def bench(
     choose: Choose = None,
     option: Options = None,
     only: Annotated[Only | None, typer.Option("--only", help="Time one of the two.  [default: both, in turns]")] = None,
-    experts: Annotated[int, typer.Option("--experts", help="Distinct experts of a launch.")] = 49,
-    layers: Annotated[int, typer.Option("--layers", help="Distinct layers of a replay.")] = 8,
+    experts: Annotated[
+        int | None, typer.Option("--experts", min=1, help="Distinct experts of a launch.  [default: the plan's]")
+    ] = None,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Distinct layers of a replay.")] = 8,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays that count.")] = 50,
     unbounded: Annotated[bool, typer.Option("--unbounded", help="Compile the bound of waits out.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
@@ -233,10 +258,11 @@ def bench(
     command = f"megagen {' '.join(sys.argv[1:])}"
     with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds)) as step:
         sheet = device.bench(built, experts, layers, rounds, command, record, step, bounded=not unbounded)
-    plan = next(iter(built.values())).plan
+    some = next(iter(built.values()))
     if as_json:
-        return _print_json({k: v for k, v in explain.header(plan).items() if k != "fused"} | sheet.json())
-    typer.echo(explain.headline(plan) + "\n")
+        header = explain.header(some.plan, some.options)
+        return _print_json({k: v for k, v in header.items() if k != "fused"} | sheet.json())
+    _print(explain.headline(some.plan, some.options) + "\n")
     return _show([sheet])
 
 
@@ -276,17 +302,40 @@ def _checked(request: Request) -> Checked:
 
 
 def _built(checked: Checked, archs: Sequence[str], *, bounded: bool = True) -> Built:
-    from megagen.cli import pipeline
+    from megagen.cli import pipeline, report
     from megagen.settings import Settings
 
     settings = Settings.from_env()
     with _working(f"compiling {checked.plan.name} for {', '.join(archs)}"):
-        return pipeline.build(checked, archs, settings, bounded=bounded)
+        built = pipeline.build(checked, archs, settings, bounded=bounded)
+    for text in report.warnings(built):
+        typer.echo(f"warning: {text}", err=True)
+    return built
+
+
+def _alone(ctx: typer.Context, mode: str) -> None:
+    """``build --check`` and ``--update`` are about what shipped schedules emit by default: no option changes it."""
+    ignored = [
+        p.opts[0]
+        for p in ctx.command.params
+        if p.name not in ("schedule", "check", "update", "as_json")
+        and p.name is not None
+        and getattr(ctx.get_parameter_source(p.name), "name", "DEFAULT") != "DEFAULT"
+    ]
+    if ignored:
+        raise typer.BadParameter(f"{mode} is about default options: leave out {', '.join(ignored)}")
 
 
 def _generated(schedules: Sequence[Path], write: bool, as_json: bool) -> None:
+    from megagen import resources
     from megagen.cli import pipeline
 
+    for schedule in schedules:
+        if schedule.resolve().parent != resources.schedules().resolve():
+            raise typer.BadParameter(
+                f"generated/ holds what the schedules of {resources.schedules()} emit, and {schedule} is none of them; "
+                "`megagen build --out` writes the text of your own"
+            )
     found = pipeline.drift(schedules)
     if write:
         pipeline.update(found)
@@ -294,9 +343,9 @@ def _generated(schedules: Sequence[Path], write: bool, as_json: bool) -> None:
         _print_json({"written" if write else "differ": [d.path.name for d in found]})
     elif write:
         for d in found:
-            typer.echo(f"{'removed' if d.text is None else 'wrote'} {d.path}")
+            _print(f"{'removed' if d.text is None else 'wrote'} {d.path}")
     elif not found:
-        typer.echo("generated/ is up to date")
+        _print("generated/ is up to date")
     if found and not write:
         for d in found:
             typer.echo(_summary(d), err=True)
@@ -305,22 +354,49 @@ def _generated(schedules: Sequence[Path], write: bool, as_json: bool) -> None:
 
 def _summary(drift: Any, lines: int = 20) -> str:
     """The first lines of a difference."""
+    from megagen.cli.sheets import counted
+
     if drift.text is None:
         return f"{drift.path.name}: no schedule makes it"
     body = [d for d in drift.diff if d[:1] in "+-@"]
     added, removed = (sum(d[0] == sign for d in body) for sign in "+-")
     more = [f"  ... {len(body) - lines} more lines"] if len(body) > lines else []
-    return "\n".join([f"{drift.path.name}: {added} lines added, {removed} removed", *body[:lines], *more])
+    return "\n".join([f"{drift.path.name}: {counted(added, 'line')} added, {removed} removed", *body[:lines], *more])
 
 
 def _show(sheets: Sequence[Sheet]) -> None:
     from megagen.cli.sheets import show
 
-    show(sheets)
+    with _stdout():
+        show(sheets)
 
 
 def _print_json(value: Mapping[str, Any]) -> None:
-    typer.echo(json.dumps(value, indent=1))
+    _print(json.dumps(value, indent=1))
+
+
+def _print(text: str) -> None:
+    with _stdout():
+        typer.echo(text)
+
+
+@contextmanager
+def _stdout() -> Iterator[None]:
+    """A full disk behind standard output is no bug. A closed pipe is nobody's trouble: typer ends silently."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError):  # what is buffered would fail again, when Python ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise MegagenError(f"cannot write to standard output: {error.strerror or error}") from None
+
+
+def _leave_threads() -> None:
+    """End the process here if threads that cannot be stopped (a compiler's, abandoned by now) would keep it alive."""
+    if any(t is not threading.current_thread() and not t.daemon for t in threading.enumerate()):
+        os._exit(INTERRUPTED)
 
 
 @contextmanager

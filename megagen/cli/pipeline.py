@@ -39,11 +39,15 @@ class Request:
 
 @dataclass(frozen=True)
 class Checked:
-    """A Plan that the checker let through, with its warnings and the graph that it computes."""
+    """A Plan that the checker let through, with its warnings and the graph that it computes.
+
+    ``options``: what was asked of the schedule's function, which the Plan does not say.
+    """
 
     graph: Graph
     plan: Plan
     findings: tuple[Finding, ...]
+    options: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,10 @@ def check(request: Request) -> Checked:
         options={**_described(request.checkpoint), **request.options},
     )
     plan = lower(schedule, fused=request.fused)
-    return Checked(schedule.graph, plan, prove(plan))
+    asked = dict(request.options)
+    if request.checkpoint is not None:
+        asked["checkpoint"] = str(request.checkpoint)
+    return Checked(schedule.graph, plan, prove(plan), options=asked)
 
 
 def _described(checkpoint: Path | None) -> dict[str, object]:
@@ -97,7 +104,7 @@ def build(checked: Checked, archs: Sequence[str], settings: Settings, *, bounded
     kernels = [k.name for k in checked.plan.kernels]
     defines = {} if bounded else {UNBOUNDED_WAITS: "1"}
     artifacts = compile_source(source, kernels=kernels, archs=archs, settings=settings, defines=defines)
-    return Built(checked.graph, checked.plan, checked.findings, source, artifacts)
+    return Built(checked.graph, checked.plan, checked.findings, source, artifacts, options=checked.options)
 
 
 def write_aside(path: Path, data: bytes) -> None:
@@ -119,12 +126,21 @@ def write_aside(path: Path, data: bytes) -> None:
 
 
 def export(built: Built, folder: Path) -> None:
-    """Write what was built into ``folder``: <plan>.cu, <plan>.plan.json and <plan>.<arch>.cubin."""
-    name = built.plan.name
+    """Write what was built into ``folder``: <name>.cu, <name>.plan.json and <name>.<arch>.cubin, and nothing older.
+
+    The name is the plan's, or <plan>.unfused.
+    """
+    name = built.plan.name if built.plan.fused else f"{built.plan.name}.unfused"
+    cubins = {folder / f"{name}.{arch}.cubin": artifact for arch, artifact in built.artifacts.items()}
     write_aside(folder / f"{name}.cu", built.source.encode())
     write_aside(folder / f"{name}.plan.json", built.plan.to_json().encode())
-    for arch, artifact in built.artifacts.items():
-        write_aside(folder / f"{name}.{arch}.cubin", artifact.path.read_bytes())
+    for path, artifact in cubins.items():
+        write_aside(path, artifact.path.read_bytes())
+    for stale in set(folder.glob(f"{name}.sm_*.cubin")) - set(cubins):
+        try:
+            stale.unlink()
+        except OSError as error:
+            raise MegagenError(f"cannot remove {stale} of an earlier build: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True)

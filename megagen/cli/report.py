@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megagen.cli.explain import stream_us
+from megagen.cli.explain import nominal, stream_us
 from megagen.cli.pipeline import Built, Checked
 from megagen.cli.sheets import Column, Row, Sheet, megabytes, size
 
@@ -12,6 +12,18 @@ from megagen.cli.sheets import Column, Row, Sheet, megabytes, size
 def findings(checked: Checked) -> list[dict[str, Any]]:
     """What the checker proved, and its warnings."""
     return [f.model_dump(mode="json") for f in checked.findings]
+
+
+def warnings(built: Built) -> list[str]:
+    """What the compiler warned of on any architecture, and spills on the plan's own."""
+    found = []
+    for arch, artifact in built.artifacts.items():
+        for name, made in artifact.kernels.items():
+            found += [f"{name} on {arch}: {text}" for text in made.warnings]
+            spilt = made.spill_store_bytes + made.spill_load_bytes
+            if spilt and arch == built.plan.machine.arch:
+                found.append(f"{name} on {arch} spills {spilt} bytes of registers a thread to memory")
+    return found
 
 
 def kernels(built: Built) -> Sheet:
@@ -57,8 +69,8 @@ def kernels(built: Built) -> Sheet:
             Column("floor µs", lambda r: f"{r['floor_us']:.1f}", right=True),
         ),
         rows,
-        note=f"Compiled by {'; '.join(sorted(used))}. HBM: the weights once, {plan.nominal_tokens} tokens on "
-        f"{plan.nominal_experts} experts. Floor: at {rate / 1e12:.2f} TB/s ({plan.machine.name}).",
+        note=f"Compiled by {'; '.join(sorted(used))}. HBM: the weights once, {nominal(plan)}. "
+        f"Floor: at {rate / 1e12:.2f} TB/s ({plan.machine.name}).",
     )
 
 

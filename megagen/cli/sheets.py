@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 Row = Mapping[str, Any]
-WIDE = 200  # columns when standard output is not a terminal
+WIDE = 120  # columns when standard output is not a terminal
+GAP = 2
 
 
 @dataclass(frozen=True)
 class Column:
-    """``show`` is the row's key, or a function from the row to text."""
+    """``show`` is the row's key, or a function from the row to text. Text on the right does not wrap."""
 
     heading: str
     show: str | Callable[[Row], object]
@@ -49,12 +49,16 @@ def show(sheets: Iterable[Sheet]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(width=None if sys.stdout.isatty() else WIDE, highlight=False)
+    console = Console(highlight=False)
+    room = console.width if console.is_terminal else WIDE
     for sheet in sheets:
         console.print(Text(sheet.title, style="bold"), soft_wrap=True)
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-        for column in sheet.columns:
-            table.add_column(column.heading, justify="right" if column.right else "left", vertical="top")
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, collapse_padding=True, pad_edge=False, padding=(0, GAP - 1))
+        widths = _widths(sheet, room)
+        console.width = max(room, sum(widths) + GAP * len(widths))  # or text would be cut off
+        for column, width in zip(sheet.columns, widths, strict=True):
+            justify: Any = "right" if column.right else "left"
+            table.add_column(column.heading, justify=justify, vertical="top", width=width)
         for row in sheet.rows:
             table.add_row(*(Text(c.text(row)) for c in sheet.columns))
         if sheet.total is not None:
@@ -65,6 +69,29 @@ def show(sheets: Iterable[Sheet]) -> None:
         if sheet.note:
             console.print(Text(sheet.note), soft_wrap=True)
         console.print()
+
+
+def _widths(sheet: Sheet, room: int) -> list[int]:
+    """Columns as wide as their text; then the widest lose width, down to their longest words, until all have room."""
+    rows = [*sheet.rows, *([] if sheet.total is None else [sheet.total])]
+    natural, least = [], []
+    for column in sheet.columns:
+        texts = [column.text(row) for row in rows]
+        lines = max((len(line) for text in [column.heading, *texts] for line in text.splitlines()), default=0)
+        fixed = [line for text in texts for line in (text.splitlines() if column.right else text.split())]
+        natural.append(lines)
+        least.append(max(map(len, [*column.heading.split(), *fixed]), default=0))
+    while sum(natural) + GAP * (len(natural) - 1) > room:
+        wide = [i for i, width in enumerate(natural) if width > least[i]]
+        if not wide:
+            break
+        natural[max(wide, key=natural.__getitem__)] -= 1
+    return natural
+
+
+def counted(number: int, noun: str) -> str:
+    """1 token, 2 tokens."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def size(nbytes: float) -> str:

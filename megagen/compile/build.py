@@ -46,7 +46,7 @@ def compile_source(
     """
     for arch in archs:
         if arch not in KNOWN:
-            message = f"{arch!r} is no architecture that the code can be compiled for: it needs setmaxnreg"
+            message = f"cannot compile for {arch!r}: the code needs architecture-specific features (setmaxnreg)"
             raise CompileError(message, hint=did_you_mean(arch, list(KNOWN)))
     unit = _Unit(source, kernels, defines or {}, settings)
     archs = list(dict.fromkeys(archs))

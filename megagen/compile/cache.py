@@ -68,8 +68,10 @@ class Cache:
         with self._trouble("read", entry):
             try:
                 manifest = json.loads((entry / MANIFEST).read_text("utf-8"))
-                sound = manifest.keys() >= {*files} and all(
-                    _hash((entry / f).read_bytes()) == digest for f, digest in manifest.items()
+                sound = (
+                    bool(manifest)
+                    and manifest.keys() >= {*files}
+                    and all(_hash((entry / f).read_bytes()) == digest for f, digest in manifest.items())
                 )
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError, ValueError, AttributeError):
                 return None
@@ -130,9 +132,9 @@ class Cache:
 def _ages(folder: Path) -> Iterator[tuple[float, Path]]:
     """What is in the folder, with the seconds since it last changed."""
     now = time.time()
-    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+    with suppress(OSError):
         for path in list(folder.iterdir()):
-            with suppress(FileNotFoundError):  # others trim too
+            with suppress(OSError):  # others trim too
                 yield now - path.lstat().st_mtime, path
 
 

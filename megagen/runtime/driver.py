@@ -15,7 +15,7 @@ from typing import Any
 from megagen.errors import DeviceError
 
 PORTABLE_CLUSTER = 8  # blocks; larger clusters must be opted into
-INSTALL = "install the GPU extra: pip install 'megagen[gpu]'"
+INSTALL = "install the GPU extra: pip install 'megagen[gpu]' (in a checkout: pip install -e '.[gpu]')"
 
 
 def api() -> Any:

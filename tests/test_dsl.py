@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import BaseModel
@@ -13,6 +15,7 @@ from megagen.dsl import load
 from megagen.errors import MachineError, MegagenError, ScheduleError, UnknownName
 from megagen.ir.plan import Plan, Source
 from megagen.lower import lower
+from megagen.models.muse_spark import expert_block
 
 EVERY = Path(__file__).parent / "golden" / "every_directive.py"
 HEAD = """\
@@ -251,7 +254,92 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     "graph": ("‸muse_spark.expert_block(tp=3)", "tp=3", "use 1, 2, 4 or 8"),
     "python": ("x = ‸1 / 0", "ZeroDivisionError: division by zero", None),
     "python, missing file": ("‸open('/nowhere/at/all')", "FileNotFoundError", None),
-    "python, in a directive": ("‸s.in_flight('much')", "TypeError", None),
+    "python, in a directive": ("‸s.warp()", "TypeError", None),
+    "sys.exit": ("import sys\n    ‸sys.exit()", "calls sys.exit()", "return a Schedule"),
+    # types
+    "half a stage": ("‸Schedule('x', g, machine).ring(3.5, 128)", "stages=3.5 is not a whole number", None),
+    "half a byte": ("‸Schedule('x', g, machine).ring(3, 128.0)", "stage_bytes=128.0 is not a whole number", None),
+    "half a block": ("‸Schedule('x', g, machine, blocks=1.5)", "blocks=1.5 is not a whole number", None),
+    "warps of a float": ("‸Schedule('x', g, machine, warps=12.0)", "warps=12.0 is not a whole number", None),
+    "machine's name": (
+        "‸Schedule('x', g, machine='h200')",
+        "machine is of type str, not Machine",
+        "pass on the machine",
+    ),
+    "swapped": ("‸Schedule('x', machine, g)", "graph is of type Machine, not Graph", "Schedule(name, graph, machine"),
+    "name's type": ("‸Schedule(3, g, machine)", "name is of type int, not str", None),
+    "choices' type": ("‸Schedule('x', g, machine, choices='a')", "choices is of type str, not Mapping", None),
+    "float warp": ("‸s.warps(4, 12.0)", "end=12.0 is not a whole number", None),
+    "warp of text": ("‸s.warp('1')", "warp='1' is not a whole number", None),
+    "in_flight of text": ("‸s.in_flight('much')", "in_flight='much' is not a whole number", None),
+    "share of text": ("‸s.prefetch(g.down.weight, ring, share='1')", "share='1' is not a number", None),
+    "by a number": ("‸s.prefetch(g.down.weight, L2, by=3, during=g.router)", "by is of type int", "by=s.warp(i)"),
+    "float slots": ("‸s.accumulators(2.5)", "accumulators=2.5 is not a whole number", None),
+    "true slots": ("‸s.accumulators(True)", "accumulators=True is not a whole number", None),
+    "cluster of text": ("‸s.launch(cluster='2')", "cluster='2' is not a whole number", None),
+    "pdl of text": ("‸s.launch(pdl='no')", "pdl is of type str, not bool", None),
+    "early of text": ("‸s.launch(early_trigger=1)", "early_trigger is of type int, not bool", None),
+    "one number of registers": ("‸s.launch(registers=128)", "registers=128 is not a pair", "(120, 192)"),
+    "three of registers": ("‸s.launch(registers=(1, 2, 3))", "registers=(1, 2, 3) is not a pair", "(120, 192)"),
+    "registers of text": ("‸s.launch(registers=(1, '2'))", "registers='2' is not a whole number", None),
+    "empty of text": ("‸lamport(empty='x')", "empty='x' is not a whole number", None),
+    "long empty": ("‸lamport(empty=1 << 32)", "empty=4294967296 is no 32-bit word", None),
+    "copies of text": ("‸lamport(copies='2')", "copies='2' is not a whole number", None),
+    "reset of text": ("‸lamport(reset='me')", "reset='me'", "by_launch or by_reader"),
+    "fault of an op": ("‸s.fault(g.down)", "edge is of type OpHandle", "g.a >> g.b"),
+    "choice of a number": ("‸s.choice(3, 1)", "name is of type int, not str", None),
+    "choice of nothing": ("‸s.choice('foo')", "choice 'foo' has no options", None),
+    # names
+    "directive": ("s.‸acumulators(4)", "no directive 'acumulators'", "did you mean 'accumulators'?"),
+    "directive, many lines": ("(s\n     .‸lunch())", "no directive 'lunch'", "did you mean 'launch'?"),
+    "keyword": (
+        "s.prefetch(g.down.weight, ring, ‸shares=1)",
+        "prefetch() takes no 'shares'",
+        "did you mean 'share'?",
+    ),
+    "keyword, many lines": ("s.launch(\n        ‸pld=True)", "launch() takes no 'pld'", "did you mean 'pdl'?"),
+    "keyword of a primitive": ("lamport(‸emty=3)", "lamport() takes no 'emty'", "did you mean 'empty'?"),
+    "keyword of the schedule": ("Schedule('x', g, machine, ‸warp=3)", "Schedule() takes no 'warp'", "'warps'?"),
+    "keyword of the graph": ("muse_spark.expert_block(‸splt='nk')", "expert_block() takes no 'splt'", "'split'?"),
+    "keyword of one's own": ("f = lambda: 1\n    ‸f(a=1)", "TypeError: schedule.<locals>.<lambda>() got", None),
+    "hint for one op": ("‸s.hint(g.unpooler, evict_first)", "g.unpooler is not a weight", "g.<op>.weight"),
+    "hint for a role": ("‸s.hint(g.unpooler.math, evict_first)", "g.unpooler.math is not a weight", "g.<op>.weight"),
+    "hint of text": (
+        "‸s.hint(g.pooler.weight, 'evict')",
+        "'evict' is not a cache hint",
+        "evict_normal, evict_first, evict_last",
+    ),
+    "assign to one weight": ("‸s.assign(g.pooler.weight, math=s.warp(1))", "g.pooler.weight is not an op", "g.<op>"),
+    "chain": ("s.sync(‸g.down >> g.combine >> g.unpooler, counter())", "an edge has two ends", "as two edges"),
+    "0 stages": ("‸Schedule('x', g, machine).ring(0, 128)", "a ring of 0 stages: at least one", None),
+    "keyword of C++": ("‸Schedule('for', g, machine)", "must be an identifier", "'for' is a keyword of C++"),
+    "two underscores": ("‸Schedule('__x', g, machine)", "must be an identifier", "two underscores"),
+    "accent": ("‸Schedule('é', g, machine)", "must be an identifier", "ASCII"),
+    # twice, for nothing, elsewhere
+    "launch twice": ("s.launch(cluster=2)\n    ‸s.launch()", "launch is said twice", None),
+    "reset twice": ("s.reset(s.warp(1))\n    ‸s.reset(s.warp(1))", "reset is said twice", None),
+    "accumulators twice": ("s.accumulators(2)\n    ‸s.accumulators(4)", "accumulators is said twice", None),
+    "hint twice": (
+        "s.hint(g.down.weight, evict_last)\n    ‸s.hint([g.pooler.weight, g.down.weight], evict_last)",
+        "the hint of down_weight is said twice",
+        None,
+    ),
+    "choice twice": ("s.choice('a', 1, 2)\n    ‸s.choice('a', 1, 3)", "'a' is offered with other options", None),
+    "nothing of L2": (
+        "‸s.prefetch(g.down.weight, L2, share=0, by=s.warp(1), during=g.router)",
+        "asks L2 for nothing",
+        "leave",
+    ),
+    "op of elsewhere": (
+        "other = muse_spark.expert_block()\n    ‸s.assign(other.pooler, finish=s.warp(3))",
+        "g.pooler is of another graph",
+        "graph of Schedule()",
+    ),
+    "weight of elsewhere": (
+        "other = muse_spark.expert_block()\n    ‸s.hint(other.pooler.weight, evict_first)",
+        "g.pooler.weight is of another graph",
+        "graph of Schedule()",
+    ),
 }
 
 
@@ -273,7 +361,15 @@ def test_a_misspelt_name_is_an_attribute_error_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "note"),
-    [("role twice", "first assigned"), ("prefetched twice", "the first time"), ("two primitives", "the first way")],
+    [
+        ("role twice", "first assigned"),
+        ("two primitives", "the first way"),
+        *(
+            (f"{what}", "the first time")
+            for what in REFUSED
+            if what.endswith(" twice") and what[:4] not in ("role", "ring")
+        ),
+    ],
 )
 def test_a_contradiction_names_the_earlier_line(case: str, note: str, tmp_path: Path) -> None:
     file, line, _ = write(tmp_path, body(REFUSED[case][0]))
@@ -317,6 +413,85 @@ def test_choices(tmp_path: Path) -> None:
     assert "user.py offers no choice 'cluter'" in error.message and error.hint == "did you mean 'cluster'?"
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "request_", "message", "hint"),
+    [
+        ("choices=choices", "", {"choices": {"x": "2"}}, "ignores choice x=2", "Schedule(..., choices=choices)"),
+        ("tp=tp, ", "tp=4, ", {}, "ignores tp=8: its graph has tp=4", "tp=tp"),
+        ("tp=tp, ", "", {"tp": 2}, "ignores tp=2: its graph has tp=8", "tp=tp"),
+        ("tokens=tokens", "", {"tokens": 3}, "ignores tokens=3: its graph has tokens=16", "tokens=tokens"),
+        ("g, machine", "g, machines.load('b200')", {}, "ignores machine h200: it schedules for b200", "the machine"),
+        (
+            "g, machine", "g, machine.model_copy(update={'sms': 1})", {},
+            "ignores machine h200: it schedules for h200 with other figures", "the machine",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_asked_for_is_not_ignored(
+    old: str, new: str, request_: dict[str, Any], message: str, hint: str, tmp_path: Path
+) -> None:
+    head = HEAD.replace(old, new, 1) if old != "choices=choices" else HEAD.replace(", choices=choices)", ")")
+    assert head != HEAD
+    text = f"from megagen import machines\n{head}    s.choice('x', 1, 2)\n    return s\n".replace("= Sch", "= ‸Sch")
+    file, line, column = write(tmp_path, text)
+    error = refused(file, **request_)
+    assert message in error.message and hint in (error.hint or "")
+    points_at(error, file, line, column)
+
+
+def test_a_choice_of_a_schedule_that_offers_none(tmp_path: Path) -> None:
+    error = refused(write(tmp_path, body("pass"))[0], choices={"foo": "1"})
+    assert "offers no choice 'foo'" in error.message and error.hint == "it offers none"
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "value"),
+    [
+        ("x: int = 3", "4", 4), ("x=3", "4", 4), ("x: int | None = None", "4", 4), ("x: 'int' = 3", "-4", -4),
+        ("x: float = 1", "4", 4.0), ("x=0.5", "1e-3", 0.001), ("x: bool = True", "false", False),
+        ("x=False", "1", True), ("x=False", "0", False), ("x: bool = False", "True", True),
+        ("x='3'", "4", "4"), ("x: str | None = None", "4", "4"), ("x=None", "4", "4"), ("x: 'int | str' = 3", "4", "4"),
+        ("x: __import__('typing').Optional[int] = 3", "4", 4), ("x: __import__('typing').Literal['4'] = 3", "4", "4"),
+        ("x: 'Strange' = 3", [], []), ("x: list[int] = 3", [1], [1]), ("x: int = 3", 2.5, 2.5),
+        ("**x", "4", {"x": "4"}),
+    ],
+)  # fmt: skip
+def test_options_are_what_the_parameter_is(parameter: str, text: object, value: object, tmp_path: Path) -> None:
+    head = HEAD.replace("choices=None", f"choices=None, {parameter}")
+    file, *_ = write(
+        tmp_path, head + f"    assert x == {value!r} and type(x) is {type(value).__name__}\n    return s\n"
+    )
+    load(file, options={"x": text})
+
+
+@pytest.mark.parametrize(
+    ("parameter", "text", "message"),
+    [
+        ("x: int = 3", "four", "option x=four: user.py takes a whole number"),
+        ("x: int = 3", "4.5", "takes a whole number"),
+        ("x: float = 3", "much", "takes a number"),
+        ("x: bool = True", "maybe", "takes true or false"),
+        ("x: muse_spark.MuseSparkConfig | None = None", "a", "'x' of user.py cannot be given as text"),
+        ("x: dict[str, str] | None = None", "a", "cannot be given as text"),
+        ("x=()", "a", "cannot be given as text: it is tuple"),
+        ("x: 'Strange' = 3", "a", "cannot be given as text: it is Strange"),
+    ],
+)
+def test_options_that_are_not(parameter: str, text: str, message: str, tmp_path: Path) -> None:
+    head = HEAD.replace("choices=None", f"choices=None, {parameter}")
+    assert message in refused(write(tmp_path, head + "    return s\n")[0], options={"x": text}).message
+
+
+def test_names_print_as_they_are_written() -> None:
+    g = expert_block()
+    for op in g.ops:
+        handles = [getattr(g, op.name), *(getattr(getattr(g, op.name), n) for n in op.weights)]
+        roles = [getattr(getattr(g, op.name), r.name) for r in op.roles()]
+        for handle in [*handles[1:], *roles, *(r >> g.combine for r in roles), handles[0] >> g.combine]:
+            assert eval(repr(handle), {"g": g}) == handle
+        assert repr(handles[0]) == f"g.{op.name}"
+
+
 def test_options(tmp_path: Path) -> None:
     file, *_ = write(
         tmp_path, HEAD.replace("choices=None", "choices=None, split='nn'") + "    assert split == 'nk'\n    return s\n"
@@ -336,6 +511,7 @@ def test_options(tmp_path: Path) -> None:
         ("def f():\n‸return 1\n", "syntax error: expected an indented block"),
         ("import math\n‸import mathh\n", "ModuleNotFoundError: No module named 'mathh'"),
         ("def f():\n    return ‸None.x\n\nf()\n", "AttributeError: 'NoneType'"),
+        ("import sys\n‸sys.exit(3)\n", "the schedule calls sys.exit(3)"),
         (
             "from megagen.dsl import ALL_ONES\n‸from megagen.dsl import Shedule\n",
             "ImportError: cannot import name 'Shedule'",
@@ -353,6 +529,30 @@ def test_python_errors_are_at_the_users_line(text: str, message: str, tmp_path: 
         points_at(error, file, line, column)
 
 
+def test_a_misspelt_import_is_suggested(tmp_path: Path) -> None:
+    error = refused(write(tmp_path, "from megagen.dsl import countr\n")[0])
+    assert error.hint == "did you mean 'counter'?"
+
+
+def test_prints_go_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load(write(tmp_path, "print('module')\n" + body("print('function')"))[0])
+    assert capsys.readouterr() == ("", "module\nfunction\n")
+
+
+def test_neighbours_are_imported_and_forgotten(tmp_path: Path) -> None:
+    """Two schedules, each with a ``base`` of its own."""
+    path, modules = list(sys.path), set(sys.modules)
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "base.py").write_text(f"NAME = {name!r}\n")
+        text = "import base\n" + HEAD.replace('"test"', "base.NAME") + "    from base import NAME\n    return s\n"
+        assert load(write(folder, text)[0]).name == name
+        assert sys.path == path and "base" not in set(sys.modules) - modules
+    refused(write(tmp_path, "import base\n")[0])
+    assert sys.path == path
+
+
 def test_a_broken_module_is_reported_where_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_helper_module.py").write_text("\n\n\nx = (\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -365,6 +565,7 @@ def test_a_broken_module_is_reported_where_it_is_imported(tmp_path: Path, monkey
     [
         ("", "defines no function schedule"),
         ("schedule = 3", "defines no function schedule"),
+        ("schedule = dict", "ValueError: no signature"),
         ("def schedule(*a, **k): return 3", "returned int, not a Schedule"),
         ("def schedule(machine): return 3", "TypeError: schedule() got an unexpected keyword argument"),
         ("x = '\0'", "null byte"),

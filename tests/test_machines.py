@@ -51,6 +51,13 @@ def test_a_users_own_machine(tmp_path: Path) -> None:
         ("sms = 132", "sms = 132\nsmss = 3", "smss: Extra inputs"),
         ("{ 1 = 132,", "{ one = 132,", "blocks_fit.one"),
         ("sms = 132", "sms = = 132", "Invalid value"),
+        ("sms = 132", "sms = -1", "sms: must be greater than 0"),
+        ("4.58e12", "0", "hbm_bytes_per_s: must be greater than 0"),
+        ("4.58e12", "inf", "hbm_bytes_per_s: must be greater than 0 and finite"),
+        ("4.58e12", "nan", "hbm_bytes_per_s: must be greater than 0 and finite"),
+        ("{ 1 = 132,", "{ 1 = 0,", "blocks_fit.1: must be greater than 0"),
+        ("{ 1 = 132,", "{ 0 = 132,", "blocks_fit.0: must be greater than 0"),
+        ("sm_90a", "hopper", "arch: 'hopper' is not like sm_90a"),
     ],
 )
 def test_a_wrong_file_is_named_with_the_field(old: str, new: str, message: str, tmp_path: Path) -> None:

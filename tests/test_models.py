@@ -239,3 +239,19 @@ def test_a_wrong_config(text: str | None, tmp_path: Path) -> None:
     with pytest.raises(WeightError) as caught:
         read_config(tmp_path)
     assert str(tmp_path / "config.json") in caught.value.message and "Hugging Face" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tp": 8.0}, "tp=8.0, tokens=16: not whole numbers"),
+        ({"tp": True}, "tp=True"),
+        ({"tokens": "4"}, "tokens='4': not whole numbers"),
+        ({"config": {"hidden": 8192}}, "config is of type dict"),
+        ({"config": {}}, "config is of type dict"),
+    ],
+)
+def test_arguments_of_the_wrong_type(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        block(**more)
+    assert message in caught.value.message

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from megagen.errors import Loc, ScheduleError, did_you_mean, here
+from megagen.errors import Loc, ScheduleError, UnknownName, did_you_mean, here
 from megagen.ir.graph import EdgeHandle, Graph, Op, OpHandle, RoleHandle, WeightHandle
 from megagen.ir.plan import Hint, Machine, Reset, SyncKind
 
@@ -19,6 +20,15 @@ evict_first, evict_last, evict_normal = Hint.EVICT_FIRST, Hint.EVICT_LAST, Hint.
 no_allocate = Hint.NO_ALLOCATE
 by_reader, by_launch = Reset.READER, Reset.LAUNCH
 T = TypeVar("T")
+KEYWORDS = frozenset(  # of C++20: a kernel cannot be called so
+    """alignas alignof and and_eq asm auto bitand bitor bool break case catch char char8_t char16_t char32_t class
+    compl concept const consteval constexpr constinit const_cast continue co_await co_return co_yield decltype
+    default delete do double dynamic_cast else enum explicit export extern false float for friend goto if inline int
+    long mutable namespace new noexcept not not_eq nullptr operator or or_eq private protected public register
+    reinterpret_cast requires return short signed sizeof static static_assert static_cast struct switch template
+    this thread_local throw true try typedef typeid typename union unsigned using virtual void volatile wchar_t
+    while xor xor_eq""".split()
+)
 
 
 @dataclass(frozen=True)
@@ -72,8 +82,13 @@ def lamport(empty: int = ALL_ONES, copies: int | None = None, reset: Reset = Res
     ``reset=by_launch``: a housekeeping warp empties the copy that this launch does not use (2 copies within a GPU, 3
     across ranks). ``reset=by_reader``: the only reader empties each slot right after use (1 copy, within a GPU).
     """
-    if copies not in (None, 1, 2, 3):
-        raise ScheduleError(f"copies={copies}: a channel has 1 to 3", loc=here())
+    loc = here()
+    if not 0 <= _integer(empty, "empty", loc) <= ALL_ONES:
+        raise ScheduleError(f"empty={empty} is no 32-bit word", loc=loc)
+    if copies is not None and not 1 <= _integer(copies, "copies", loc) <= 3:
+        raise ScheduleError(f"copies={copies}: a channel has 1 to 3", loc=loc)
+    if not isinstance(reset, Reset):
+        raise ScheduleError(f"reset={reset!r}", loc=loc, hint="reset is by_launch or by_reader")
     return Sync(SyncKind.LAMPORT, empty, copies, reset)
 
 
@@ -149,48 +164,59 @@ class Schedule:
     choices: Mapping[str, str] = field(default_factory=dict)
     offered: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     accum_slots: int = 2
+    said: dict[str, Loc | None] = field(default_factory=dict)  # where, of what may be said only once
 
     def __init__(
         self, name: str, graph: Graph, machine: Machine, *, warps: int = 12, blocks: int | None = None,
         choices: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        self.loc = loc = here()
+        _kernel_name(name, loc)
+        _instance(graph, Graph, "graph", loc, "Schedule(name, graph, machine, ...)")
+        _instance(machine, Machine, "machine", loc, "pass on the machine that schedule() is given")
+        _instance({} if choices is None else choices, Mapping, "choices", loc, "pass on those that schedule() is given")
+        if not 1 <= _integer(warps, "warps", loc) <= 32:
+            raise ScheduleError(f"warps={warps}: a block has 1 to 32 warps", loc=loc)
+        if blocks is not None and _integer(blocks, "blocks", loc) < 1:
+            raise ScheduleError(f"blocks={blocks}: at least one", loc=loc)
         self.name, self.graph, self.machine = name, graph, machine
         self.warps_per_block, self.blocks = warps, blocks
-        self.loc = here()
         self.rings, self.roles, self.prefetches, self.caps = [], {}, [], []
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
-        if not name.isidentifier():
-            raise ScheduleError(
-                f"schedule name {name!r} must be an identifier: it becomes the kernel's name", loc=self.loc
-            )
-        if not 1 <= warps <= 32:
-            raise ScheduleError(f"warps={warps}: a block has 1 to 32 warps", loc=self.loc)
-        if blocks is not None and blocks < 1:
-            raise ScheduleError(f"blocks={blocks}: at least one", loc=self.loc)
+        self.said = {}
+
+    if not TYPE_CHECKING:  # a type checker knows the attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            known = [n for n, f in vars(Schedule).items() if inspect.isfunction(f) and not n.startswith("_")]
+            raise UnknownName(f"a schedule has no directive {name!r}", loc=here(name), hint=did_you_mean(name, known))
 
     # warps ------------------------------------------------------------------------------------------------------
 
     def warp(self, index: int) -> Warps:
         """One warp of the block."""
-        return self.warps(index, index + 1)
+        return self.warps(_integer(index, "warp", here()), index + 1)
 
     def warps(self, first: int, end: int) -> Warps:
         """Warps ``first`` to ``end - 1``."""
-        if not 0 <= first < end <= self.warps_per_block:
-            raise ScheduleError(f"warps {first} to {end - 1} of a block that has {self.warps_per_block}", loc=here())
+        loc = here()
+        if not 0 <= _integer(first, "warp", loc) < _integer(end, "end", loc) <= self.warps_per_block:
+            raise ScheduleError(f"warps {first} to {end - 1} of a block that has {self.warps_per_block}", loc=loc)
         return Warps(first, end - first)
 
     def assign(self, op: OpHandle | Iterable[OpHandle], **roles: Warps) -> None:
         """Give roles of one op, or of several alike, to warps: ``s.assign(g.pooler, load_weights=s.warp(0), ...)``."""
         loc = here()
-        for handle in [op] if isinstance(op, OpHandle) else list(op):
+        for handle in _several(op):
             known = [r.name for r in self._op(handle, loc).roles()]
             for role, warps in roles.items():
                 if role not in known:
                     raise ScheduleError(
                         f"op {handle._op.name!r} has no role {role!r}",
-                        loc=_keyword(loc, role),
+                        loc=keyword(loc, role),
                         hint=did_you_mean(role, known),
                     )
                 if not isinstance(warps, Warps):
@@ -215,10 +241,10 @@ class Schedule:
             raise ScheduleError(
                 "a schedule has one weight ring", loc=loc, notes=(("the first one", self.rings[0].loc),)
             )
-        if stages < 1 or stage_bytes < 1 or stage_bytes % 128:
-            raise ScheduleError(
-                f"ring of {stages} stages of {stage_bytes} bytes: stages are multiples of 128 bytes", loc=loc
-            )
+        if _integer(stages, "stages", loc) < 1:
+            raise ScheduleError(f"a ring of {stages} stages: at least one", loc=loc)
+        if _integer(stage_bytes, "stage_bytes", loc) < 1 or stage_bytes % 128:
+            raise ScheduleError(f"stage_bytes={stage_bytes}: a stage is a multiple of 128 bytes", loc=loc)
         self.rings.append(
             Ring(ring=True, l2=False, stages=stages, stage_bytes=stage_bytes, in_flight=in_flight, loc=loc)
         )
@@ -232,14 +258,14 @@ class Schedule:
         if during is None:
             self._cap(bytes, None, loc)
             return
-        for handle in [during] if isinstance(during, OpHandle) else list(during):
+        for handle in _several(during):
             op = self._op(handle, loc)
             if op.stage() is None:
                 raise ScheduleError(f"op {op.name!r} streams no weights", loc=loc)
             self._cap(bytes, op.name, loc)
 
     def _cap(self, bytes: int, op: str | None, loc: Loc | None) -> None:
-        if bytes < 1:
+        if _integer(bytes, "in_flight", loc) < 1:
             raise ScheduleError(f"in_flight={bytes}: nothing could ever be loaded", loc=loc)
         self.caps.append(Cap(bytes, op, loc))
 
@@ -257,8 +283,14 @@ class Schedule:
         self._streamed(weight, loc)
         if not isinstance(into, Into):
             raise ScheduleError(f"into={into!r}", loc=loc, hint="into is the ring, L2, or ring | L2")
+        if isinstance(share, bool) or not isinstance(share, int | float):
+            raise ScheduleError(f"share={share!r} is not a number", loc=loc)
         if not 0.0 <= share <= 1.0:
             raise ScheduleError(f"share={share} of {weight.weight.name}: a share is between 0 and 1", loc=loc)
+        if share == 0 and not into.ring:
+            raise ScheduleError(
+                f"share=0 of {weight.weight.name} asks L2 for nothing", loc=loc, hint="leave the prefetch out"
+            )
         if during is not None and before is not None:
             raise ScheduleError("a prefetch has one point of the program", loc=loc, hint="say either during or before")
         for p in self.prefetches:
@@ -268,6 +300,8 @@ class Schedule:
                     loc=loc,
                     notes=(("the first time", p.loc),),
                 )
+        if by is not None:
+            _instance(by, Warps, "by", loc, "say by=s.warp(i)")
         point = during if during is not None else before
         if into.l2 and (by is None or by.count != 1):
             raise ScheduleError("an L2 prefetch needs the one warp that asks for it", loc=loc, hint="say by=s.warp(i)")
@@ -277,13 +311,16 @@ class Schedule:
             )
         if into.l2 and point is None:
             raise ScheduleError("an L2 prefetch needs a point of the program", loc=loc, hint="say during=g.<op>")
-        at = None if point is None else point.op if isinstance(point, RoleHandle) else self._op(point, loc).name
+        at = None if point is None else self._point(point, loc)
         self.prefetches.append(Prefetch(weight.op, into, share, by.first if by else None, at, loc))
 
     def hint(self, weights: WeightHandle | Iterable[WeightHandle], hint: Hint) -> None:
         """The L2 cache hint that bulk loads of a weight carry."""
         loc = here()
-        for w in [weights] if isinstance(weights, WeightHandle) else list(weights):
+        if hint not in list(Hint):
+            legal = ", ".join(h.value for h in Hint if h is not Hint.NO_ALLOCATE)
+            raise ScheduleError(f"{hint!r} is not a cache hint", loc=loc, hint=f"there are: {legal}")
+        for w in _several(weights):
             self._streamed(w, loc)
             if hint is Hint.NO_ALLOCATE:
                 raise ScheduleError(
@@ -291,6 +328,7 @@ class Schedule:
                     loc=loc,
                     hint="use evict_first",
                 )
+            self._once(f"the hint of {w.weight.name}", loc)
             self.hints[w.op] = (Hint(hint), loc)
 
     # order ------------------------------------------------------------------------------------------------------
@@ -306,12 +344,15 @@ class Schedule:
         """The warp that empties idle copies of lamport channels and counters."""
         if not isinstance(by, Warps) or by.count != 1:
             raise ScheduleError("one warp keeps house", loc=here(), hint="say by=s.warp(i)")
+        self._once("reset", here())
         self.housekeeper = (by, here())
 
     def accumulators(self, slots: int) -> None:
         """Slots between the math warps and the reduce warp (8 KiB each)."""
-        if slots < 1:
-            raise ScheduleError(f"accumulators({slots}): at least one", loc=here())
+        loc = here()
+        if _integer(slots, "accumulators", loc) < 1:
+            raise ScheduleError(f"accumulators({slots}): at least one", loc=loc)
+        self._once("accumulators", loc)
         self.accum_slots = slots
 
     def launch(
@@ -324,40 +365,120 @@ class Schedule:
     ) -> None:
         """Cluster size; PDL and when dependents may start; registers a thread of warps 0-3 and of the rest."""
         loc = here()
-        if cluster not in (1, 2, 4, 8):
+        if _integer(cluster, "cluster", loc) not in (1, 2, 4, 8):
             raise ScheduleError(f"cluster={cluster}: clusters have 1, 2, 4 or 8 blocks", loc=loc)
+        _instance(pdl, bool, "pdl", loc, "True or False")
+        _instance(early_trigger, bool, "early_trigger", loc, "True or False")
+        if registers is not None:
+            if not isinstance(registers, tuple) or len(registers) != 2:
+                raise ScheduleError(
+                    f"registers={registers!r} is not a pair",
+                    loc=loc,
+                    hint="of warps 0 to 3 and of the rest: (120, 192)",
+                )
+            for count in registers:
+                _integer(count, "registers", loc)
+        self._once("launch", loc)
         self.launch_ = Launch(cluster, pdl, early_trigger, registers, loc)
 
     def fault(self, edge: EdgeHandle) -> None:
         """Drop the first tile's store on an edge, to see what becomes of it: a lamport reader hangs and the report says
         where; after a counter or flag, which is raised all the same, it reads what was there before."""
-        self.faults.append((edge, here()))
+        loc = here()
+        _instance(edge, EdgeHandle, "edge", loc, "s.fault(g.a >> g.b)")
+        self.faults.append((edge, loc))
 
     def choice(self, name: str, *options: T) -> T:
         """A point that can be varied from outside; the first option is the default.
 
         Raises ScheduleError when the value asked for is none of ``options``.
         """
+        loc = here()
+        _instance(name, str, "a choice's name", loc, "s.choice(name, option, ...)")
         names = tuple(str(o) for o in options)
+        if not names:
+            raise ScheduleError(f"choice {name!r} has no options", loc=loc, hint="s.choice(name, option, ...)")
+        if self.offered.get(name, ("", names))[1] != names:
+            raise ScheduleError(
+                f"choice {name!r} is offered with other options", loc=loc,
+                notes=(("the first time", self.said[f"choice {name}"]),),
+            )  # fmt: skip
         wanted = self.choices.get(name, names[0])
         if wanted not in names:
-            raise ScheduleError(f"choice {name}={wanted}", loc=here(), hint=f"options: {', '.join(names)}")
+            raise ScheduleError(f"choice {name}={wanted}", loc=loc, hint=f"options: {', '.join(names)}")
+        self.said.setdefault(f"choice {name}", loc)
         self.offered[name] = (wanted, names)
         return options[names.index(wanted)]
+
+    # what directives have in common ---------------------------------------------------------------------------------
+
+    def _once(self, what: str, loc: Loc | None) -> None:
+        if what in self.said:
+            raise ScheduleError(f"{what} is said twice", loc=loc, notes=(("the first time", self.said[what]),))
+        self.said[what] = loc
 
     def _op(self, handle: Any, loc: Loc | None) -> Op:
         if not isinstance(handle, OpHandle):
             raise ScheduleError(f"{handle!r} is not an op", loc=loc, hint="name one as g.<op>")
+        self._mine(handle, any(handle._op is op for op in self.graph.ops), loc)
         return handle._op
+
+    def _point(self, handle: OpHandle | RoleHandle, loc: Loc | None) -> str:
+        if not isinstance(handle, RoleHandle):
+            return self._op(handle, loc).name
+        self._mine(handle, handle.op in {op.name for op in self.graph.ops}, loc)
+        return handle.op
 
     def _streamed(self, handle: Any, loc: Loc | None) -> None:
         if not isinstance(handle, WeightHandle):
             raise ScheduleError(f"{handle!r} is not a weight", loc=loc, hint="name one as g.<op>.weight")
+        self._mine(handle, any(handle.weight is w for op in self.graph.ops for w in op.weights.values()), loc)
         if handle.weight.k == 1:
             raise ScheduleError(f"{handle.weight.name} is a vector: only matrices are streamed", loc=loc)
 
+    def _mine(self, handle: object, found: bool, loc: Loc | None) -> None:
+        if not found:
+            raise ScheduleError(
+                f"{handle!r} is of another graph than the schedule's",
+                loc=loc,
+                hint="name it from the graph of Schedule()",
+            )
 
-def _keyword(call: Loc | None, name: str) -> Loc | None:
+
+def _integer(value: Any, what: str, loc: Loc | None) -> int:
+    """``value``, which must be an int: True and 12.0 are mistakes."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ScheduleError(f"{what}={value!r} is not a whole number", loc=loc)
+    return value
+
+
+def _instance(value: Any, kind: type, what: str, loc: Loc | None, hint: str) -> None:
+    if not isinstance(value, kind):
+        raise ScheduleError(f"{what} is of type {type(value).__name__}, not {kind.__name__}", loc=loc, hint=hint)
+
+
+def _several(handles: Any) -> list[Any]:
+    """One handle or many as a list. Some handles are tuples themselves."""
+    one = isinstance(handles, OpHandle | WeightHandle | RoleHandle | EdgeHandle | str)
+    return [handles] if one or not isinstance(handles, Iterable) else list(handles)
+
+
+def _kernel_name(name: Any, loc: Loc | None) -> None:
+    _instance(name, str, "the schedule's name", loc, "Schedule(name, graph, machine, ...)")
+    hint = None
+    if name in KEYWORDS:
+        hint = f"{name!r} is a keyword of C++"
+    elif re.match(r"__|_[A-Z]", name):
+        hint = "C++ keeps names that begin with two underscores, or one and a capital, to itself"
+    elif not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):
+        hint = "ASCII letters, digits and underscores, no digit first"
+    if hint is not None:
+        raise ScheduleError(
+            f"schedule name {name!r} must be an identifier: it becomes the kernel's name", loc=loc, hint=hint
+        )
+
+
+def keyword(call: Loc | None, name: str) -> Loc | None:
     """Where ``name=`` stands in the call that begins at ``call``."""
     if call is None:
         return None

@@ -226,12 +226,18 @@ class WeightHandle(NamedTuple):
     op: str
     weight: Weight
 
+    def __repr__(self) -> str:
+        return f"g.{self.op}.{self.weight.name.rpartition('_')[2]}"  # weights are named <what>_<port>
+
 
 class RoleHandle(NamedTuple):
     """A role as a schedule names it: ``g.pooler.reduce``."""
 
     op: str
     role: str
+
+    def __repr__(self) -> str:
+        return f"g.{self.op}.{self.role}"
 
     def __rshift__(self, reader: object) -> EdgeHandle:
         return EdgeHandle(self.op, self.role, *_end(reader))
@@ -249,12 +255,18 @@ class EdgeHandle(NamedTuple):
         ends = [f"{op}.{role}" if role else op for op, role in (self[:2], self[2:])]
         return " >> ".join(ends)
 
+    def __repr__(self) -> str:
+        return " >> ".join(f"g.{end}" for end in str(self).split(" >> "))
+
 
 class OpHandle:
     """An op as a schedule names it: ``g.pooler``. Attributes are its weights and roles."""
 
     def __init__(self, op: Op) -> None:
         self._op = op
+
+    def __repr__(self) -> str:
+        return f"g.{self._op.name}"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import tomllib
 from pathlib import Path
 
@@ -20,7 +22,7 @@ def names() -> list[str]:
 def load(name: str) -> Machine:
     """A shipped machine by name, or the TOML file at a path that ends in ``.toml``.
 
-    Raises MachineError for an unknown name, an unreadable file or one that lacks a field.
+    Raises MachineError for an unknown name, an unreadable file one that lacks a field or has an impossible one.
     """
     path = Path(name) if name.endswith(".toml") else resources.machines() / f"{name}.toml"
     try:
@@ -30,8 +32,15 @@ def load(name: str) -> Machine:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise MachineError(f"machine {path}: {error}") from error
     try:
-        return Machine.model_validate(data)
+        machine = Machine.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"]))
         raise MachineError(f"machine {path}: {field}: {first['msg']}") from error
+    figures: dict[str, object] = {f"blocks_fit.{n}": min(n, fit) for n, fit in machine.blocks_fit.items()}
+    for field, value in {**machine.model_dump(), **figures}.items():
+        if isinstance(value, int | float) and not 0 < value < math.inf:
+            raise MachineError(f"machine {path}: {field}: must be greater than 0 and finite")
+    if not re.fullmatch(r"sm_\d+[a-z]?", machine.arch):
+        raise MachineError(f"machine {path}: arch: {machine.arch!r} is not like sm_90a")
+    return machine

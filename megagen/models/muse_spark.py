@@ -76,7 +76,7 @@ def expert_block(
     the ranks' per-slot outputs in rank order before the per-expert norm. Raises ScheduleError for a ``tp`` that
     is not 1, 2, 4 or 8, for ``tokens`` outside 1 to 16, and for dimensions that the kernels or layouts cannot hold.
     """
-    c = config or MuseSparkConfig()
+    c = MuseSparkConfig() if config is None else config
     _refuse_unfit(c, tp, tokens, split, experts)
     h, m, i, t = c.hidden, c.moe_hidden, c.intermediate, tokens
     edtype = DType(experts)
@@ -206,6 +206,12 @@ def _refuse_unfit(c: MuseSparkConfig, tp: int, tokens: int, split: str, experts:
         if wrong:
             raise ScheduleError(message, loc=here(), hint=hint)
 
+    refuse(type(tp) is not int or type(tokens) is not int, f"tp={tp!r}, tokens={tokens!r}: not whole numbers")
+    refuse(
+        not isinstance(c, MuseSparkConfig),
+        f"config is of type {type(c).__name__}",
+        "config is a MuseSparkConfig or None",
+    )
     refuse(tp not in (1, 2, 4, 8), f"tp={tp}: tensor parallelism over {tp} ranks is not supported", "use 1, 2, 4 or 8")
     refuse(not 1 <= tokens <= MAX_TOKENS, f"tokens={tokens}: a launch takes 1 to {MAX_TOKENS} tokens")
     refuse(split not in ("nn", "nk"), f"split={split!r}", 'split is "nn" or "nk"')

@@ -548,7 +548,7 @@ def placements(draw: st.DrawFn, *, legal: bool) -> Schedule:
     if draw(st.booleans()):
         op = draw(st.sampled_from(GEMMS))
         points = names[: names.index(op)] if legal else names
-        share = draw(st.sampled_from([0, 0.25, 0.5, 1]))
+        share = draw(st.sampled_from([0, 0.25, 0.5]))
         s.prefetch(getattr(g, op).weight, into=ring, share=share, during=getattr(g, draw(st.sampled_from(points))))
     if draw(st.booleans()):
         op = draw(st.sampled_from(GEMMS))
@@ -560,7 +560,8 @@ def placements(draw: st.DrawFn, *, legal: bool) -> Schedule:
     s.sync(g.gate_up >> g.down, lamport(copies=3))
     s.sync(g.pooler.reduce >> g.pooler.finish, sums)
     s.sync(g.unpooler.reduce >> g.unpooler.finish, sums)
-    s.launch(cluster=clusters, pdl=draw(st.booleans()), early_trigger=draw(st.booleans()))
+    pdl = draw(st.booleans())
+    s.launch(cluster=clusters, pdl=pdl, early_trigger=pdl and draw(st.booleans()))
     return s
 
 

@@ -49,13 +49,19 @@ NO_GRAPH = Graph(name="none", tp=8, tokens=16, ops=(), tensors={})
 GEMMS = ("router", "pooler", "gate_up", "down", "unpooler")
 
 
+def environment(**more: str) -> dict[str, str]:
+    """This process's, with the checkout in front of whatever else Python is to find."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, **more}
+
+
 def megagen(*args: object, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
     """The real command in its own process."""
     code = "from megagen.cli.main import app; app(prog_name='megagen')"
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, args)],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+        env=environment(**env),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -450,8 +456,9 @@ pipeline.check = check
 main.app(["check", "s.py"], prog_name="megagen")
 """
     command = [sys.executable, "-c", code]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
@@ -465,10 +472,9 @@ main.app(["check", "s.py"], prog_name="megagen")
 @pytest.mark.parametrize("args", [("explain",), ("explain", "--json"), ("check",)])
 def test_a_full_disk_is_no_bug(args: tuple[str, ...]) -> None:
     code = "from megagen.cli.main import app; app(prog_name='megagen')"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *args, str(SHIPPED)]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
+        done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (
         1,
         "error: cannot write to standard output: No space left on device\n",

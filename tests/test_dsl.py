@@ -316,6 +316,8 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     "two underscores": ("‸Schedule('__x', g, machine)", "must be an identifier", "two underscores"),
     "accent": ("‸Schedule('é', g, machine)", "must be an identifier", "ASCII"),
     # twice, for nothing, elsewhere
+    "nothing waits": ("‸s.prefetch(g.down.weight, ring, during=g.router)", "nothing waits for a point", "below 1"),
+    "early without pdl": ("‸s.launch(pdl=False, early_trigger=True)", "triggers nothing", "pdl=True"),
     "launch twice": ("s.launch(cluster=2)\n    ‸s.launch()", "launch is said twice", None),
     "reset twice": ("s.reset(s.warp(1))\n    ‸s.reset(s.warp(1))", "reset is said twice", None),
     "accumulators twice": ("s.accumulators(2)\n    ‸s.accumulators(4)", "accumulators is said twice", None),

@@ -107,7 +107,13 @@ class Placement:
             if op in self.shares or op in self.l2:
                 into = ring | L2 if op in self.l2 and op in self.shares else L2 if op in self.l2 else ring
                 by = s.warp(self.warps[1]) if op in self.l2 else None
-                s.prefetch(getattr(g, op).weight, into, share=share, by=by, during=getattr(g, before[op]))
+                s.prefetch(
+                    getattr(g, op).weight,
+                    into,
+                    share=share,
+                    by=by,
+                    during=getattr(g, before[op]) if op in self.l2 or share < 1 else None,
+                )
         made: dict[str, Callable[[], object]] = {
             "lamport": lamport, "by_reader": lambda: lamport(reset=by_reader), "counter": counter, "cluster": cluster,
             "flag": flag,

@@ -309,6 +309,12 @@ class Schedule:
             raise ScheduleError(
                 "a share of the ring needs the op that the rest waits for", loc=loc, hint="say during=g.<op>"
             )
+        if share == 1 and point is not None and not into.l2:
+            raise ScheduleError(
+                "the whole weight may enter the ring: nothing waits for a point of the program",
+                loc=loc,
+                hint="leave the point out, or say a share below 1",
+            )
         if into.l2 and point is None:
             raise ScheduleError("an L2 prefetch needs a point of the program", loc=loc, hint="say during=g.<op>")
         at = None if point is None else self._point(point, loc)
@@ -369,6 +375,8 @@ class Schedule:
             raise ScheduleError(f"cluster={cluster}: clusters have 1, 2, 4 or 8 blocks", loc=loc)
         _instance(pdl, bool, "pdl", loc, "True or False")
         _instance(early_trigger, bool, "early_trigger", loc, "True or False")
+        if early_trigger and not pdl:
+            raise ScheduleError("early_trigger without pdl triggers nothing", loc=loc, hint="pdl=True")
         if registers is not None:
             if not isinstance(registers, tuple) or len(registers) != 2:
                 raise ScheduleError(

@@ -209,6 +209,10 @@ class Op(Frozen, ABC):
         """A vector of the checkpoint [rows] as the kernel reads it: fp32 [planes * rows]."""
         return vector.float()
 
+    def shared(self) -> Mapping[str, int]:
+        """Shared memory of the op's own, purpose -> bytes; the policy struct gets each offset as ``k<Purpose>``."""
+        return {}
+
     def stage(self) -> Mapping[str, int] | None:
         """Shape of a ring stage of this op's weight stream, or None: rows, k, bytes, per_tile."""
         return None

@@ -98,11 +98,8 @@ class _Lowering:
         region("accum", s.accum_slots * SLICES * 2 * 32 * 16)
         region("table", TABLE_BYTES)
         for op in g.ops:
-            if "compute" in {r.name for r in op.roles()}:
-                sums = op.constants().get("kTopK", 1) if op.kind == "combine" else 1
-                region(f"scratch_{op.name}", int(2 * SLICES * 4 * sums), 16)
-            if op.kind == "expert_gemm":
-                region(f"outbox_{op.name}", 8 * ROW_BLOCK * 2, 16)
+            for purpose, size in op.shared().items():
+                region(f"{purpose}_{op.name}", size, 16)
         epoch_offset = heap.take(4 * self.blocks, 256)
         abort_offset = heap.take(4, 256)
         record_offset = heap.take(self.blocks * s.warps_per_block * HANG_RECORD, 256)
@@ -258,7 +255,6 @@ class _Lowering:
                 stage_rows=stage["rows"], stage_k=stage["k"], hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
             )  # fmt: skip
         compute = "compute" in {r.name for r in op.roles()}
-        scratch = "scratch" if compute else "outbox" if op.kind == "expert_gemm" else None
         pointers = {port: w.name for port, w in op.weights.items()}
         if stage is not None and op.weights["weight"].dtype is DType.NVFP4:
             pointers["scale"] = f"{op.weights['weight'].name}_scale"
@@ -270,7 +266,7 @@ class _Lowering:
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,
             barriers={"group": f"group_{op.name}"} if compute else {},
-            regions={scratch: f"{scratch}_{op.name}"} if scratch else {},
+            regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()},
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(),
             sources={role: source(loc) for (o, role), (_, loc) in self.s.roles.items() if o == op.name}, stream=stream,

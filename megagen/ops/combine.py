@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
+from megagen.ops.row import group_scratch
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,9 @@ class Combine(Op):
 
     def constants(self) -> dict[str, int | float]:
         return {"kWidth": self.width, "kTopK": self.top_k, "kEps": self.eps, "kParts": self.parts}
+
+    def shared(self) -> Mapping[str, int]:
+        return {"scratch": group_scratch(self.top_k)}
 
     def publishes(self, role: str) -> tuple[int, Per]:
         return 8, "token"  # each of its eight warps

@@ -69,6 +69,9 @@ class ExpertGemm(Op):
             "per_tile": self.k // self.stage_k,
         }
 
+    def shared(self) -> Mapping[str, int]:
+        return {"outbox": 8 * ROW_BLOCK * 2}  # a row block of eight tokens in bf16, on its way out
+
     def publishes(self, role: str) -> tuple[int, Per]:
         return self.rows // self.stage_rows, "expert"
 

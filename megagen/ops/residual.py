@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
+from megagen.ops.row import group_scratch
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +44,9 @@ class Residual(Op):
         beta = w.sigmoid()
         alpha = ((-w).sigmoid() * (1 + beta)).clamp(min=self.clamp).sqrt()
         return torch.cat((alpha, beta))
+
+    def shared(self) -> Mapping[str, int]:
+        return {"scratch": group_scratch(1)}
 
     def publishes(self, role: str) -> tuple[int, Per]:
         return 8, "token"  # each of its eight warps

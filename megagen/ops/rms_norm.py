@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from megagen.ir.graph import Cost, DType, Op, Per, RoleSpec, Routing
+from megagen.ops.row import group_scratch
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +28,9 @@ class RmsNorm(Op):
 
     def constants(self) -> dict[str, int | float]:
         return {"kWidth": self.width, "kEps": self.eps}
+
+    def shared(self) -> Mapping[str, int]:
+        return {"scratch": group_scratch(1)}
 
     def publishes(self, role: str) -> tuple[int, Per]:
         return 8, "token"  # each of its eight warps

@@ -62,7 +62,7 @@ struct GroupResidual {
 }  // namespace barrier
 
 namespace channel {
-struct Normed {  // lamport, muse_moe.py:71
+struct Normed {  // lamport, muse_moe.py:72
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -70,7 +70,7 @@ struct Normed {  // lamport, muse_moe.py:71
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, muse_moe.py:72
+struct Logits {  // lamport, muse_moe.py:73
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 626688, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -86,7 +86,7 @@ struct Routes {  // lamport
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, muse_moe.py:73
+struct PooledPartials {  // lamport, muse_moe.py:74
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1153024, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -94,7 +94,7 @@ struct PooledPartials {  // lamport, muse_moe.py:73
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, muse_moe.py:74
+struct Pooled {  // lamport, muse_moe.py:75
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -102,7 +102,7 @@ struct Pooled {  // lamport, muse_moe.py:74
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, muse_moe.py:75
+struct ExpertIn {  // lamport, muse_moe.py:76
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1808384, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -110,7 +110,7 @@ struct ExpertIn {  // lamport, muse_moe.py:75
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, muse_moe.py:76
+struct ExpertMid {  // lamport, muse_moe.py:77
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2070528, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -118,7 +118,7 @@ struct ExpertMid {  // lamport, muse_moe.py:76
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, muse_moe.py:77
+struct ExpertOut {  // lamport, muse_moe.py:78
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 5216256, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -126,7 +126,7 @@ struct ExpertOut {  // lamport, muse_moe.py:77
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
 };
-struct Combined {  // lamport, muse_moe.py:78
+struct Combined {  // lamport, muse_moe.py:79
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8361984, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -134,7 +134,7 @@ struct Combined {  // lamport, muse_moe.py:78
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, muse_moe.py:79
+struct UnpooledPartials {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8624128, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -142,7 +142,7 @@ struct UnpooledPartials {  // lamport, muse_moe.py:79
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, muse_moe.py:80
+struct Unpooled {  // lamport, muse_moe.py:81
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8886272, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
@@ -211,7 +211,7 @@ struct KernelPolicy {
 using Ctx = Context<KernelPolicy>;
 
 namespace policy {
-struct PreFfnNorm {  // muse_moe.py:44
+struct PreFfnNorm {  // muse_moe.py:45
   using In = Input<tensor::Stream>;
   using Out = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
@@ -220,7 +220,7 @@ struct PreFfnNorm {  // muse_moe.py:44
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
 };
-struct Router {  // muse_moe.py:41
+struct Router {  // muse_moe.py:42
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
@@ -230,7 +230,7 @@ struct Router {  // muse_moe.py:41
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
 };
-struct Pooler {  // muse_moe.py:41
+struct Pooler {  // muse_moe.py:42
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::PooledPartials>;
   using Out = Channel<channel::Pooled>;
@@ -241,7 +241,7 @@ struct Pooler {  // muse_moe.py:41
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
 };
-struct TopK {  // muse_moe.py:43
+struct TopK {  // muse_moe.py:44
   using Logits = Channel<channel::Logits>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -253,7 +253,7 @@ struct TopK {  // muse_moe.py:43
   static constexpr float kScale = 1.0f;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
-struct PreExpertNorm {  // muse_moe.py:44
+struct PreExpertNorm {  // muse_moe.py:45
   using In = Channel<channel::Pooled>;
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
@@ -262,7 +262,7 @@ struct PreExpertNorm {  // muse_moe.py:44
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
-struct GateUp {  // muse_moe.py:41
+struct GateUp {  // muse_moe.py:42
   using In = Channel<channel::ExpertIn>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertMid>;
@@ -280,7 +280,7 @@ struct GateUp {  // muse_moe.py:41
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
-struct Down {  // muse_moe.py:41
+struct Down {  // muse_moe.py:42
   using In = Channel<channel::ExpertMid>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertOut>;
@@ -298,7 +298,7 @@ struct Down {  // muse_moe.py:41
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
-struct Combine {  // muse_moe.py:44
+struct Combine {  // muse_moe.py:45
   using In = Channel<channel::ExpertOut>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -311,7 +311,7 @@ struct Combine {  // muse_moe.py:44
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
-struct Unpooler {  // muse_moe.py:41
+struct Unpooler {  // muse_moe.py:42
   using In = Channel<channel::Combined>;
   using Partials = Channel<channel::UnpooledPartials>;
   using Out = Channel<channel::Unpooled>;
@@ -322,7 +322,7 @@ struct Unpooler {  // muse_moe.py:41
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
 };
-struct Residual {  // muse_moe.py:44
+struct Residual {  // muse_moe.py:45
   using Stream = Input<tensor::Stream>;
   using Out = Output<tensor::StreamOut>;
   using In = Channel<channel::Unpooled>;
@@ -345,53 +345,53 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
       ctx.step = 1;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
       ctx.attach();
       ctx.step = 3;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
       ctx.step = 4;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
       ctx.step = 5;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.attach();
       ctx.step = 8;
-      ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:43
+      ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:44
       ctx.step = 9;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:43
-      Channel<channel::Normed>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::Logits>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::Routes>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::Pooled>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::ExpertIn>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::ExpertMid>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::ExpertOut>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::Combined>::reset(ctx);  // muse_moe.py:45
-      Channel<channel::Unpooled>::reset(ctx);  // muse_moe.py:45
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      Channel<channel::Normed>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::Logits>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::Routes>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::Pooled>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::ExpertIn>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::ExpertMid>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::ExpertOut>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::Combined>::reset(ctx);  // muse_moe.py:46
+      Channel<channel::Unpooled>::reset(ctx);  // muse_moe.py:46
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.attach();
       ctx.step = 12;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_moe.py:42
       ctx.step = 13;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_moe.py:42
       ctx.step = 14;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_moe.py:42
       ctx.step = 15;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_moe.py:42
       ctx.step = 16;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:42
     }
     else if (ctx.warp == 3) {  // warp 3
       ctx.attach();
       ctx.step = 18;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:42
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:43
       ctx.step = 19;
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:42
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:43
     }
   }
   else {
@@ -399,24 +399,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
     if (ctx.warp <= 11) {  // warps 4 to 11
       ctx.attach();
       ctx.step = 21;
-      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:44
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:45
       ctx.step = 22;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:42
       ctx.step = 23;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:42
       ctx.step = 24;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:44
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:45
       ctx.step = 25;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_moe.py:42
       ctx.step = 26;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_moe.py:41
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_moe.py:42
       ctx.step = 27;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:44
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:45
       ctx.step = 28;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:41
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
       ctx.step = 29;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:44
-      ctx.trigger();  // muse_moe.py:81
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.trigger();  // muse_moe.py:82
     }
   }
   ctx.end(true);

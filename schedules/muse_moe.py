@@ -15,6 +15,7 @@ from megagen.dsl import (
     counter,
     evict_first,
     evict_normal,
+    flag,
     lamport,
 )
 from megagen.models import muse_spark
@@ -63,21 +64,21 @@ def schedule(
     elif where == "late":
         s.prefetch(g.unpooler.weight, into=ring, share=0, during=g.down)
 
-    kind = s.choice("sync", "lamport", "counter", "cluster")
-    local = counter() if kind == "counter" else lamport(empty=ALL_ONES)
-    partials = (
-        cluster() if kind == "cluster" else counter() if kind == "counter" else lamport(ALL_ONES, reset=by_reader)
-    )
+    kind = s.choice("sync", "lamport", "counter", "cluster", "flag")
+    others = {"counter": counter(), "cluster": cluster(), "flag": flag()}
+    partials = others.get(kind, lamport(ALL_ONES, reset=by_reader))
+    local = lamport(empty=ALL_ONES) if kind in ("lamport", "cluster") else others[kind]
+    exchange = flag() if kind == "flag" else lamport(empty=ALL_ONES, copies=3)
     s.sync(g.pre_ffn_norm >> g.router, local)
     s.sync(g.router.reduce >> g.top_k.select, local)
     s.sync(g.pooler.reduce >> g.pooler.finish, partials)
-    s.sync(g.pooler >> g.pre_expert_norm, lamport(empty=ALL_ONES, copies=3))
+    s.sync(g.pooler >> g.pre_expert_norm, exchange)
     s.sync(g.pre_expert_norm >> g.gate_up, local)
-    s.sync(g.gate_up >> g.down, lamport(empty=ALL_ONES, copies=3))
-    s.sync(g.down >> g.combine, lamport(empty=ALL_ONES, copies=3))
+    s.sync(g.gate_up >> g.down, exchange)
+    s.sync(g.down >> g.combine, exchange)
     s.sync(g.combine >> g.unpooler, local)
     s.sync(g.unpooler.reduce >> g.unpooler.finish, partials)
-    s.sync(g.unpooler >> g.residual, lamport(empty=ALL_ONES, copies=3))
+    s.sync(g.unpooler >> g.residual, exchange)
     s.launch(
         cluster=s.choice("cluster", 1, 2),
         pdl=True,

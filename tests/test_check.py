@@ -55,7 +55,7 @@ def test_every_choice_that_ships_passes(fused: bool) -> None:
             choices = {name: option} | ({"cluster": "2"} if option == "cluster" else {})
             found = check(shipped(fused, tuple(choices.items())))
             assert {f.rule for f in found} == {"roles", "resources", "channels", "mbarriers", "ring", "order"}
-            assert any(f.level == "warning" for f in found) == (option == "counter")
+            assert any(f.level == "warning" for f in found) == (option in ("counter", "flag"))
 
 
 def test_checking_takes_no_time() -> None:

@@ -18,8 +18,9 @@ PLACEMENTS: tuple[dict[str, str], ...] = (
     {"unpooler": "l2"},
     {"unpooler": "both"},
     {"in_flight": "36"},
-    {"ring_stages": "3"},
+    {"ring_stages": "5"},
     {"sync": "counter"},
+    {"sync": "flag"},
     {"cluster": "2"},
     {"sync": "cluster", "cluster": "2"},
 )

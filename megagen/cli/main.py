@@ -151,7 +151,7 @@ def check_(
     unfused: Unfused = False,
     as_json: Json = False,
 ) -> None:
-    """Prove that a schedule can neither hang nor race, and fits the machine. Compiles nothing."""
+    """Prove roles, memory, barriers, ring order, waits without cycles and slot reuse. Compiles nothing."""
     from megagen.cli import explain, report
 
     checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option))

@@ -338,8 +338,7 @@ struct Residual {  // muse_moe.py:45
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();

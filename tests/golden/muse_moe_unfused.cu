@@ -338,8 +338,7 @@ struct Residual {  // muse_moe.py:45
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -375,8 +374,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -411,8 +409,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __gri
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -449,8 +446,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __gri
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -479,8 +475,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_expert_norm(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -501,8 +496,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_expert_norm(co
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -539,8 +533,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __gr
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -577,8 +570,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_combine(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -607,8 +599,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_combine(const __gr
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
@@ -645,8 +636,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __g
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_residual(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) u8 shared[];
-  Ctx ctx(p, shared);
+  Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();

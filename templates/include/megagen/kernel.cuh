@@ -21,22 +21,21 @@ struct Context {
     using Accum = AccumRing<typename K::Accum>;
 
     const typename K::Params& p;
-    u32 shared;
+    u32 shared = ptx::dynamic_shared();
     u32 block = blockIdx.x;
     u32 warp = threadIdx.x / 32;
     u32 lane = threadIdx.x % 32;
     u32 tokens = 0;
     u32 odd = 0; // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
     u32 third = 0;
-    u32 step = 0;
+    ptx::Step step = 0;
     bool dead = false;
     Cursor<K::Ring::kStages> ring;
     Cursor<K::Accum::kSlots> accum;
     u32 ring_loads = 0;
 
-    __device__ __forceinline__ Context(const typename K::Params& params, const void* shared_base)
-        : p(params)
-        , shared(ptx::shared_address(shared_base)) {}
+    __device__ __forceinline__ explicit Context(const typename K::Params& params)
+        : p(params) {}
 
     // Barriers are ready in the whole cluster when this returns.
     __device__ __forceinline__ void begin() {

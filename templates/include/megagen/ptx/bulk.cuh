@@ -1,4 +1,4 @@
-// Bulk copies (TMA without a tensor map), L2 prefetch and cache policies.
+// Bulk copies (TMA without a tensor map) both ways, L2 prefetch and cache policies.
 #pragma once
 
 #include <megagen/types.cuh>
@@ -17,6 +17,43 @@ MEGAGEN_DEVICE void bulk_load_hint(u32 dst, const void* src, u32 bytes, u32 bar,
             "r"(dst),
         "l"(src), "r"(bytes), "r"(bar), "l"(policy)
         : "memory");
+}
+
+// To the same offset in every block of the cluster whose bit is set in `mask`; each is told by its own barrier at
+// `bar`'s offset, so each must expect the bytes.
+MEGAGEN_DEVICE void bulk_load_multicast(u32 dst, const void* src, u32 bytes, u32 bar, u16 mask) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, "
+                 "[%3], %4;" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar), "h"(mask)
+                 : "memory");
+}
+
+MEGAGEN_DEVICE void bulk_load_multicast_hint(u32 dst, const void* src, u32 bytes, u32 bar, u16 mask, u64 policy) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+                 "[%0], [%1], %2, [%3], %4, %5;" ::"r"(dst),
+                 "l"(src), "r"(bytes), "r"(bar), "h"(mask), "l"(policy)
+                 : "memory");
+}
+
+// What threads wrote to `src` needs fence_proxy_async before this. The thread that stores also commits and waits.
+MEGAGEN_DEVICE void bulk_store(void* dst, u32 src, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes)
+                 : "memory");
+}
+
+// Makes a group of this thread's stores since the last one.
+MEGAGEN_DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all but this thread's last kGroups groups have been read: their sources may be written again.
+template <u32 kGroups>
+MEGAGEN_DEVICE void bulk_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+}
+
+// Until they have been written, for this thread to see.
+template <u32 kGroups>
+MEGAGEN_DEVICE void bulk_wait() {
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
 MEGAGEN_DEVICE void bulk_prefetch_l2(const void* src, u32 bytes) {

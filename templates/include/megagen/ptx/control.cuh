@@ -1,4 +1,4 @@
-// Launch control, registers, clusters, timers.
+// Launch control, registers, named barriers, clusters, timers.
 #pragma once
 
 #include <megagen/types.cuh>
@@ -20,6 +20,20 @@ template <u32 kRegisters>
 MEGAGEN_DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
+
+// One of the block's barriers, 1 .. 15 (0 is __syncthreads'): until `threads`, whole warps, have come to it. Orders
+// memory among them.
+MEGAGEN_DEVICE void bar_sync(u32 id, u32 threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Comes to it and goes on.
+MEGAGEN_DEVICE void bar_arrive(u32 id, u32 threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// What this thread did is visible to the cluster when it has waited.
+MEGAGEN_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 
 // Orders no memory: that of the barriers' initialisation has its own fence.
 MEGAGEN_DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -57,5 +71,12 @@ MEGAGEN_DEVICE u32 smid() {
     asm volatile("mov.u32 %0, %%smid;" : "=r"(v));
     return v;
 }
+
+// The step of its program that a warp is at: the emulator's twin notes it.
+using Step = u32;
+
+// No instruction: a polling loop says so on each round, for the emulator. `has`: this lane has what it waits for, and
+// goes round for the sake of others.
+MEGAGEN_DEVICE void still_waiting(bool has, u32 edge, u32 slot, u32 phase) {}
 
 } // namespace megagen::ptx

@@ -103,6 +103,14 @@ MEGAGEN_DEVICE void st_relaxed_sys(void* p, uint4 v) {
                  : "memory");
 }
 
+MEGAGEN_DEVICE void st_release_gpu(void* p, u32 v) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+MEGAGEN_DEVICE void st_release_sys(void* p, u32 v) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 MEGAGEN_DEVICE void red_add_release_gpu(void* p, u32 v) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -116,6 +124,12 @@ MEGAGEN_DEVICE void red_inc_relaxed_gpu(void* p, u32 last) {
     asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(p), "r"(last) : "memory");
 }
 
+MEGAGEN_DEVICE u32 atom_add_acq_rel_gpu(void* p, u32 v) {
+    u32 old;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(v) : "memory");
+    return old;
+}
+
 MEGAGEN_DEVICE u32 atom_cas_relaxed_sys(void* p, u32 expected, u32 desired) {
     u32 old;
     asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
@@ -124,6 +138,10 @@ MEGAGEN_DEVICE u32 atom_cas_relaxed_sys(void* p, u32 expected, u32 desired) {
                  : "memory");
     return old;
 }
+
+MEGAGEN_DEVICE void fence_acq_rel_cluster() { asm volatile("fence.acq_rel.cluster;" ::: "memory"); }
+
+MEGAGEN_DEVICE void fence_acq_rel_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 MEGAGEN_DEVICE void fence_acq_rel_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
@@ -181,6 +199,21 @@ MEGAGEN_DEVICE void red_or_shared(u32 a, u32 v) {
     asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
 }
 
-MEGAGEN_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+// Another block's shared memory, by its mapped address.
+MEGAGEN_DEVICE u32 ld_shared_cluster_u32(u32 mapped) {
+    u32 v;
+    asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(mapped) : "memory");
+    return v;
+}
+
+MEGAGEN_DEVICE void st_shared_cluster_u32(u32 mapped, u32 v) {
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(mapped), "r"(v) : "memory");
+}
+
+// Where the block's dynamic shared memory begins in the shared window.
+MEGAGEN_DEVICE u32 dynamic_shared() {
+    extern __shared__ __align__(128) u8 shared[];
+    return static_cast<u32>(__cvta_generic_to_shared(shared));
+}
 
 } // namespace megagen::ptx

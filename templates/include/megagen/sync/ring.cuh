@@ -70,9 +70,10 @@ struct Ring {
         for (u32 back = 1; back <= n; ++back) {
             const bool wrapped = ctx.ring.slot < back;
             const u32 slot = ctx.ring.slot + (wrapped ? R::kStages : 0) - back;
+            const u32 parity = ctx.ring.phase ^ (wrapped ? 1 : 0);
             const u32 bar = Full::address(ctx, slot);
-            while (!ptx::mbarrier_try_wait_parity(bar, ctx.ring.phase ^ (wrapped ? 1 : 0))) {
-            }
+            while (!ptx::mbarrier_try_wait_parity(bar, parity))
+                ptx::still_waiting(false, R::Full::kIndex, slot, parity);
         }
     }
 };

@@ -17,6 +17,7 @@ MEGAGEN_DEVICE bool wait_until(Ctx& ctx, u32 edge, u32 slot, u32 phase, Ready re
     for (u32 spin = 0;; ++spin) {
         const bool ok = ready();
         if (__all_sync(kFullMask, ok)) return true;
+        ptx::still_waiting(ok, edge, slot, phase);
         if (spin % kPollsPerCheck == kPollsPerCheck - 1) {
             const u32 now = ptx::globaltimer_lo();
             if (spin == kPollsPerCheck - 1) began = now;

@@ -1,0 +1,332 @@
+// The emulator's engine: what exists while kernels run on a CPU.
+#pragma once
+
+#include <deque>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include <megagen/emulate/abi.hpp>
+#include <megagen/emulate/machine.hpp>
+
+#include "clock.hpp"
+
+namespace megagen::emulate {
+
+struct Engine;
+struct Block;
+struct Thread;
+struct Warp;
+struct Launch;
+
+constexpr u64 kStack = 64 << 10; // bytes of an emulated thread, its Thread included
+constexpr u32 kPage = 4096;
+constexpr u32 kSharedBase = 1024;    // of a block's dynamic shared memory in its window, as on the hardware
+constexpr u32 kWindow = 1u << 24;    // from one block's window to the next's
+constexpr u32 kPoison = 0x7fbadbadu; // NaN as fp32 and, in its high half, as bf16
+constexpr u32 kHorizon = 4096;       // ticks that events are sorted by
+constexpr u32 kWatches = 1u << 14;
+constexpr u32 kNoStep = 0xffffffffu;
+constexpr u32 kAll = 0xffffffffu;
+
+class Random { // splitmix64
+public:
+    explicit Random(u64 seed)
+        : state_(seed * 0x9e3779b97f4a7c15ull + 0x1234567) {}
+    u64 next() {
+        u64 z = state_ += 0x9e3779b97f4a7c15ull;
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+        z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+        return z ^ z >> 31;
+    }
+    u32 below(u32 n) { return static_cast<u32>((next() >> 32) * n >> 32); }
+
+private:
+    u64 state_;
+};
+
+// What polling threads sleep on: a bucket of addresses.
+struct Watch {
+    u32 version = 0;
+    std::vector<std::pair<Thread*, u64>> sleepers; // and the ticket of their sleep
+};
+
+// Memory of a word that device code may write, by what was done to it last.
+struct Shadow {
+    Access write, read;
+    std::vector<Access>* more = nullptr; // readers besides
+};
+
+enum Validity : u8 { kBytes = 15, kBarrier = 32, kPending = 64 };
+
+struct Allocation {
+    std::string name;
+    u8* base;
+    u64 bytes;
+    u32 rank;
+    u32 kind;
+    std::vector<u8> valid;      // a word: which of its bytes hold something, kPending
+    std::vector<Shadow> shadow; // a word, with race checks
+    std::vector<ClockRef> tags; // a word: what a fence of its writer released; empty until there is one
+    const Allocation* owner = nullptr;
+};
+
+struct Event {
+    enum What : u8 { kNothing, kStore, kRmw, kPiece, kStoreAsync, kArrive, kBulkStore } what = kNothing;
+    Rmw op = Rmw::kAdd;
+    u32 value = 0, compare = 0;
+    u64 address = 0; // global: host address; else shared-window address
+    u64 source = 0;
+    u32 bytes = 0;
+    u32 bar = 0;
+    u64 phase = 0; // of the barrier, when it was issued
+    Block* block = nullptr;
+    Allocation* allocation = nullptr;
+    Access access;
+    ClockRef released, fenced;
+    u64 number = 0; // tells the events of one slot apart
+    Site at;
+};
+
+struct BulkGroup {
+    std::vector<std::pair<u32, u64>> stores; // event and its number
+    u32 serial = 0;                          // of its last store
+    bool read_waited = false;
+};
+
+struct Wait { // of a thread, for reports
+    const char* what = nullptr;
+    u32 edge = kAll, slot = 0, phase = 0;
+    Site at;
+};
+
+struct Thread {
+    void* sp;
+    Warp* warp;
+    u32 lane, index;
+    u32 step = kNoStep;
+    u64 cluster_phase = 0; // the one that this thread's last arrival belongs to
+    Wait wait;
+    ClockRef fenced;                // what its relaxed stores release: all before its last fence
+    std::vector<ClockRef> observed; // by its relaxed loads; its next fence acquires them
+    std::vector<BulkGroup> groups;  // of bulk stores, oldest first; the last one is open
+    u32 bulk_serial = 0;
+    u16 bulk_agent = kNobody;
+    std::vector<std::pair<Watch*, u32>> polled; // since it last went round a polling loop, and the version it saw
+    bool polled_much = false;
+    u64 ticket = 0; // of its sleep, 0 when it is awake
+};
+
+struct Acquired {
+    ClockRef clock;
+    u32 lanes;
+};
+
+struct Warp {
+    Block* block;
+    u32 index; // in its block
+    u16 agent;
+    Thread* threads[32] = {};
+    u32 live = 0;    // lanes that have not left the kernel
+    u32 ready = 0;   // lanes that can run
+    u32 arrived = 0; // lanes at the warp-wide operation
+    u32 asleep = 0;  // lanes in a polling loop, until something that was read changes
+    u32 blocked = 0; // lanes at a barrier of the block, the cluster or the grid
+    Collective what{};
+    u32 mask = 0;
+    Site site;
+    u32 in[32][10], out[32][4];
+    u32 priority = 0;
+    i64 fuel = 0;
+    int place = -1; // in the engine's list of warps that can run
+    u32 began = 1, time = 1, synced = 1, exchanged = 1;
+    Clock clock;
+    std::vector<Acquired> acquired;
+};
+
+struct Barrier { // an mbarrier
+    u32 count = 0;
+    u32 pending = 0;
+    i64 tx = 0;
+    u64 phase = 0;
+    u64 expected = 0, issued = 0; // bytes in this phase
+    u16 agent = kNobody;
+    u32 base = 0; // agent's time at phase 0
+    Clock arrived, remote;
+    ClockRef done, done_remote; // of the phase before; null: nothing to learn
+    Site at;
+};
+
+struct Meeting { // a named barrier, or the cluster's
+    u32 expected = 0;
+    u32 arrived = 0;
+    u64 phase = 0;
+    Clock released;
+    std::vector<Thread*> waiting;
+    ClockRef done;
+};
+
+struct Cluster {
+    std::vector<Block*> blocks;
+    Meeting barrier;
+    u32 left = 0; // blocks that have not ended
+};
+
+struct Block {
+    Engine* engine;
+    Launch* launch;
+    Cluster* cluster;
+    u32 index, rank_in_cluster, sm;
+    u32 live_threads = 0;
+    bool triggered = false;
+    bool ended = false;
+    u32 copies = 0; // under way into this block
+    std::vector<Warp> warps;
+    std::vector<u8> shared, valid;
+    std::vector<Shadow> shadow;
+    std::unordered_map<u32, Barrier> barriers; // by offset
+    Meeting named[16];
+};
+
+struct Launch {
+    u32 rank, number; // of the rank's launches
+    const Kernel* kernel;
+    std::vector<u8> parameters;
+    u32 blocks, threads, cluster, shared_bytes;
+    bool pdl;
+    u32 started = 0, ended = 0, triggered = 0;
+    bool complete = false;
+    Clock all;                     // of its warps as they end
+    ClockRef queued, before, done; // known to the host when it queued it; at its start; at its end
+    std::vector<Thread*> waiting;  // for this launch to complete
+    std::deque<Block> running;
+    std::deque<Cluster> clusters;
+};
+
+struct Rank {
+    std::deque<Launch> launches;
+    u32 first = 0; // launches before it are complete
+    u32 sms = 0;
+    u32 blocks_running = 0;
+    std::vector<u32> free_sms;
+};
+
+struct FenceEvent { // of the async proxy
+    Access access;
+    ClockRef before;
+};
+
+struct Failure {
+    std::string kind, message, json;
+};
+
+struct Engine {
+    explicit Engine(const megagen_emulator_config& config);
+    ~Engine();
+
+    megagen_emulator_config config;
+    Random random;
+    u8* arena = nullptr;
+    u64 arena_used = 0;
+    std::vector<u32> pages; // allocation + 1
+    std::deque<Allocation> allocations;
+    std::deque<Rank> ranks;
+    std::vector<Watch> watches;
+    u64 now = 0; // slices; one is a nanosecond
+    u64 tickets = 0;
+    u64 skipped = 0; // nanoseconds that passed while nothing could run
+    u32 expiries = 0;
+    std::vector<Event> events;
+    std::vector<u32> free_events;
+    std::vector<std::vector<u32>> buckets;
+    u64 occupied[kHorizon / 64] = {}; // which buckets hold something
+    std::vector<u32> late;            // events that wait until little else can happen
+    u32 outstanding = 0;
+    std::unordered_map<u64, u32> pending;         // word -> event of the store that is under way to it
+    std::unordered_map<u64, ClockRef> sync_words; // words that released something
+    std::deque<FenceEvent> proxy_fences;
+    std::vector<Warp*> runnable;
+    std::unordered_map<u64, u16> agents;
+    std::vector<u32> agent_times;
+    std::vector<u8*> stacks, free_stacks;
+    void* host_sp = nullptr;
+    Warp* current = nullptr;
+    bool failed = false;
+    Failure failure;
+    std::string statistics;
+    Clock completed;                           // everything that completed launches did
+    ClockRef host = std::make_shared<Clock>(); // as of the last time that the host waited for it
+    // The adversary's manners, drawn from the seed.
+    u32 tournament = 1;
+    u32 fuel = 0;
+    u32 weights[4] = {1, 1, 1, 1}; // of effects that come at once, soon, later, last
+    u32 pieces = 4;
+    u64 changes = 0, seen_changes = 0, idle_since = 0;
+    struct {
+        u64 slices = 0, switches = 0, events = 0, mma = 0, loads = 0, stores = 0, bulk_bytes = 0, meetings = 0,
+            sleeps = 0, launches = 0;
+    } count;
+
+    // schedule.cpp
+    int run(u64 slices);
+    bool start_blocks();
+    void start_block(Launch& launch, u32 index, Cluster& cluster);
+    void complete_launches(Rank& rank);
+    void run_warp(Warp& warp);
+    void make_ready(Warp& warp, u32 lanes);
+    void remove_runnable(Warp& warp);
+    void rouse(Thread& thread);
+    void wake(Watch& watch);
+    u16 agent(u64 key);
+    [[noreturn]] void leave(Thread& thread);
+
+    // memory.cpp
+    u64 allocate(u64 bytes, u32 rank, u32 kind, const char* name);
+    void host_wrote(u64 address, u64 bytes);
+    Allocation* find(const void* p, u64 bytes);
+    u32 schedule(Event&& event);
+    void deliver(u32 index);
+    bool deliver_due();
+    bool deliver_any();
+    void touch(u64 address);
+    Watch& watch(u64 address) { return watches[(address >> 6) * 0x9e3779b97f4a7c15ull >> 50]; }
+    void complete_tx(Block& block, u32 bar, u64 phase, u32 bytes, bool remote, const Event& event);
+    void advance(Barrier& barrier, Block& block, u32 offset);
+
+    // report.cpp
+    [[noreturn]] void fail(const std::string& kind, const std::string& message, const Thread* who, Site at,
+                           const struct Place* place = nullptr, const Access* other = nullptr);
+    void record(const std::string& kind, const std::string& message, const Thread* who, Site at,
+                const struct Place* place, const Access* other);
+    void deadlock();
+};
+
+struct Place {
+    bool shared;
+    u32 rank, block;
+    std::string name;
+    u64 offset;
+    u32 bytes;
+};
+
+Thread* self();
+inline Block& block_of(Thread* t) { return *t->warp->block; }
+inline Engine& engine_of(Thread* t) { return *t->warp->block->engine; }
+void yield(); // back to the scheduler; whether the lane is ready is its own affair
+void spend_fuel(Thread* t);
+bool ordered(const Thread* t, const Access& e);
+Access access_of(Thread* t, Scope scope, bool is_read, Site at);
+Clock released_by(Thread* t);
+void acquire(Thread* t, const ClockRef& clock);
+void settle_acquired(Warp& warp, bool everything);
+void finish(Engine& e, Meeting& meeting);
+// Two launches of a rank can overlap, so their warps must not be one agent.
+inline u64 agent_key(const Block& b, u32 what) {
+    return static_cast<u64>(b.launch->rank) << 56 | static_cast<u64>(b.launch->number & 1) << 55 |
+           static_cast<u64>(b.index) << 32 | what;
+}
+constexpr u32 kBarrierAgent = 1u << 24, kBulkAgent = 1u << 25; // in `what`, beside an offset or a thread
+u32 pack_site(Site at);
+Site unpack_site(u32 packed);
+
+} // namespace megagen::emulate

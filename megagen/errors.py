@@ -133,6 +133,27 @@ class CompileError(MegagenError):
     """No compiler, or the compiler refused the emitted code (a bug in megagen unless templates were edited)."""
 
 
+class EmulationError(MegagenError):
+    """The emulator found a fault in a kernel: a race, a deadlock, a read of what was never written, and the like.
+
+    ``report`` holds what it recorded, ``seed`` the choice of interleaving that repeats it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        report: object,
+        seed: int,
+        loc: Loc | None = None,
+        hint: str | None = None,
+        notes: tuple[tuple[str, Loc | None], ...] = (),
+    ) -> None:
+        super().__init__(message, loc=loc, hint=hint, notes=notes)
+        self.report = report
+        self.seed = seed
+
+
 class CacheError(MegagenError):
     """The cache directory cannot be read or written."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from megagen.errors import MegagenError
 
 PACKAGE = Path(__file__).resolve().parent
+EMULATE = "megagen/emulate/"  # include names of what only the emulator uses
 
 
 def templates() -> Path:
@@ -26,8 +27,24 @@ def machines() -> Path:
 
 def headers() -> dict[str, str]:
     """The header library: include name (``megagen/ptx/mma.cuh``) -> text, sorted by name."""
-    root = templates() / "include"
-    return {p.relative_to(root).as_posix(): p.read_text("utf-8") for p in sorted(root.rglob("*.cuh"))}
+    found = _texts(templates() / "include", ".cuh")
+    return {name: text for name, text in found.items() if not name.startswith(EMULATE)}
+
+
+def emulator_headers() -> dict[str, str]:
+    """The emulator's headers, which no GPU sees: include name (``megagen/emulate/ptx/mma.cuh``) -> text."""
+    found = _texts(templates() / "include", ".cuh", ".hpp")
+    return {name: text for name, text in found.items() if name.startswith(EMULATE)}
+
+
+def emulator_sources() -> dict[str, str]:
+    """The emulator's own code (``templates/emulate``): file name -> text, sorted by name."""
+    return _texts(templates() / "emulate", ".cpp", ".hpp")
+
+
+def _texts(root: Path, *suffixes: str) -> dict[str, str]:
+    files = sorted(p for p in root.rglob("*") if p.suffix in suffixes)
+    return {p.relative_to(root).as_posix(): p.read_text("utf-8") for p in files}
 
 
 def _find(name: str) -> Path:

@@ -50,6 +50,8 @@ class Settings(BaseModel):
     compiler: Literal["nvrtc", "nvcc"] = "nvrtc"
     nvcc: Annotated[Path, BeforeValidator(_expand)] = Path("nvcc")
     """Path or name of nvcc."""
+    cxx: Annotated[Path, BeforeValidator(_expand)] = Path("c++")
+    """Path or name of the C++20 compiler that the emulator's code is compiled with."""
     keep: Annotated[tuple[Keep, ...], BeforeValidator(_split)] = ()
     """``MEGAGEN_KEEP=ptx,sass,cu``: intermediate files to keep next to the cubin."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from megagen.errors import DeviceError, MegagenError
 from megagen.ir.graph import Scope, TensorKind
 from megagen.models.muse_spark import MuseSparkConfig, expert_block
 from megagen.ops.reference import evaluate
-from megagen.weights.random import random_layer
+from megagen.weights.random import random_layer, world_env
 
 # -- routes ----------------------------------------------------------------------------------------------------
 
@@ -200,9 +201,11 @@ class FakeSession:
     """Stands for a launch: the reference in float32, rounded to the channels' types, with ``spoil`` applied to it."""
 
     live, rank, device = 1, 0, torch.device("cpu")
+    ranks: tuple[FakeSession, ...]
 
     def __init__(self, block: Any, spoil: Callable[[dict[str, torch.Tensor]], None] = lambda made: None) -> None:
         self.block, self.graph, self.spoil = block, block.graph, spoil
+        self.ranks = (self,)
         heap = [t for t in self.graph.tensors.values() if t.kind is TensorKind.INTERNAL and t.name != "table"]
         self.plan = SimpleNamespace(channels=[SimpleNamespace(name=t.name) for t in heap])
         self.outputs = {"stream_out": torch.zeros(TOKENS, 2048)}
@@ -210,8 +213,11 @@ class FakeSession:
         self.poisoned = False
         self.left: list[str] = []
 
-    def bind(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return tensors
+    def bind(self, tensors: dict[str, torch.Tensor]) -> Any:
+        return SimpleNamespace(tensors=tensors)
+
+    def writing(self, tensor: torch.Tensor) -> Any:
+        return nullcontext()
 
     def poison(self) -> None:
         self.outputs["stream_out"].fill_(float("nan"))
@@ -222,9 +228,9 @@ class FakeSession:
     def set_route_override(self, table: torch.Tensor | None) -> None:
         self.override = table
 
-    def launch(self, layer: dict[str, torch.Tensor]) -> None:
-        assert layer["stream"][self.tokens :].isnan().all()  # unused rows hold nothing usable
-        env = {**self.block.env, "stream": layer["stream"][: self.tokens]}
+    def launch(self, layer: Any) -> None:
+        assert layer.tensors["stream"][self.tokens :].isnan().all()  # unused rows hold nothing usable
+        env = {**self.block.env, "stream": layer.tensors["stream"][: self.tokens]}
         if self.override is not None:
             env["route_override"] = self.override
         self.made = made = dict(evaluate(self.graph, env, torch.float32))
@@ -247,7 +253,8 @@ class FakeSession:
         elif len(tensor.shape) == 4 and tensor.scope is Scope.RANK:  # partial sums: a third in the first chunk
             chunks, blocks = tensor.shape[:2]
             whole = made[{"logits": "logits", "pooled_partials": "pooled", "unpooled_partials": "unpooled"}[name]]
-            whole = whole[:, : 16 * blocks].float().view(-1, blocks, 16).transpose(0, 1)
+            first = 0 if name == "logits" else 16 * blocks * self.rank
+            whole = whole[:, first : first + 16 * blocks].float().view(-1, blocks, 16).transpose(0, 1)
             rest = [whole * (2 / 3) / (chunks - 1)] * (chunks - 1) if chunks > 1 else []
             x = torch.stack([whole - sum(rest), *rest])
             return torch.nn.functional.pad(x, (0, 0, 0, TOKENS - x.shape[2]), value=float("nan"))
@@ -338,6 +345,55 @@ def test_an_override_that_is_not_followed_is_wrong(block: Any) -> None:
 
     assert all(checks(block, route_override=table).values())
     assert not checks(block, route_override=table, spoil=ignore)["routing"]
+
+
+@pytest.fixture(scope="module")
+def whole() -> Any:
+    """The same block with both ranks live."""
+    config = MuseSparkConfig(hidden=2048, moe_hidden=2048, intermediate=1024, experts=EXPERTS)
+    graph = expert_block(TP, TOKENS, config=config)
+    env = world_env([random_layer(graph, 7, rank=rank) for rank in range(TP)])
+    return SimpleNamespace(graph=graph, env={n: cache(w) if callable(w) else w for n, w in env.items()})
+
+
+def world_checks(whole: Any, *spoil: Any, **more: Any) -> dict[str, Any]:
+    """Of two live ranks, each with its own ``spoil``."""
+    ranks = tuple(FakeSession(whole, s) for s in spoil)
+    for i, rank in enumerate(ranks):
+        rank.live, rank.rank = TP, i
+    world: Any = SimpleNamespace(ranks=ranks, synchronize=lambda: None)
+    verifier = Verifier(world, whole.graph, [{}, {}], whole.env)
+    return {c.name: c for c in verifier.check(**({"tokens": 3, "seeds": (0, 1)} | more))}
+
+
+def nothing(made: dict[str, torch.Tensor]) -> None:
+    pass
+
+
+def test_every_rank_is_judged_and_all_agree(whole: Any) -> None:
+    found = world_checks(whole, nothing, nothing, launches=2)
+    assert all(found.values()), [str(c) for c in found.values() if not c]
+    assert list(found)[-1] == "ranks agree"
+    assert {"pooled_partials", "expert_out", "stream_out"} <= {c.name for c in found.values() if c.verdict}
+
+
+def test_a_wrong_rank_is_named(whole: Any) -> None:
+    def spoil(made: dict[str, torch.Tensor]) -> None:
+        made["unpooled"] = made["unpooled"].roll(1, -1)
+
+    found = world_checks(whole, nothing, spoil)
+    assert {n for n, c in found.items() if not c} == {"unpooled", "unpooled_partials", "ranks agree"}
+    assert found["unpooled"].detail.startswith("rank 1: FAIL")
+    assert found["ranks agree"].detail == "unpooled of rank 1, seed 0 differs; unpooled of rank 1, seed 1 differs"
+
+
+def test_ranks_that_differ_within_the_bound_are_refused(whole: Any) -> None:
+    def flip(made: dict[str, torch.Tensor]) -> None:
+        made["stream_out"] = made["stream_out"].clone()
+        made["stream_out"].view(torch.int32)[0, 0] ^= 1
+
+    found = world_checks(whole, nothing, flip)
+    assert {n for n, c in found.items() if not c} == {"ranks agree"}
 
 
 def test_a_harmed_token_is_left_out_and_the_others_are_not(block: Any) -> None:

@@ -34,6 +34,7 @@ from megagen import dsl
 from megagen.cli import main, pipeline
 from megagen.dsl import Schedule, load
 from megagen.emit import emit
+from megagen.emulate import build
 from megagen.errors import MegagenError
 from megagen.settings import Settings
 
@@ -266,7 +267,12 @@ def run_megagen(name: str, args: list[str]) -> None:
         pairs = {key: dict(item.split("=") for item in given[key] or ()) for key in ("choose", "option")}
         pipeline.check(
             pipeline.Request(
-                schedule, given["machine"], given["tp"], given["tokens"], pairs["choose"], options=pairs["option"]
+                schedule,
+                given["machine"],
+                given["tp"] or given["ranks"],
+                given["tokens"],
+                pairs["choose"],
+                options=pairs["option"],
             )
         )
 
@@ -287,7 +293,7 @@ def test_defaults_of_options() -> None:
     assert set(rows) == {"--machine", "--tp", "--tokens"}
     for name, command in commands().items():
         for p in command.params:
-            if p.opts[0] in rows:
+            if p.opts[0] in rows and (name, p.opts[0]) != ("emulate", "--tp"):  # of which --ranks is the default
                 assert str(p.default) == rows[p.opts[0]], f"{name} {p.opts[0]}"
 
 
@@ -390,7 +396,7 @@ def test_environment() -> None:
     mentioned = re.compile(r"MEGAGEN_\w+")
     for file in [*PAGES, *(ROOT / "megagen").rglob("*.py")]:
         names = {n for n in mentioned.findall(file.read_text("utf-8")) if n != "MEGAGEN_X"}
-        names -= {pipeline.UNBOUNDED_WAITS}  # a macro
+        names -= {pipeline.UNBOUNDED_WAITS, build.REGISTER}  # macros
         assert names <= known, f"{file.name}: {names - known}"
 
 

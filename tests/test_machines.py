@@ -83,3 +83,14 @@ def test_unknown_and_unreadable(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'name = "caf\xe9"')
     with pytest.raises(MachineError, match=r"latin\.toml"):
         machines.load(str(tmp_path / "latin.toml"))
+
+
+def test_a_machine_cut_to_a_few_sms() -> None:
+    whole = machines.load("h200")
+    few = machines.cut(whole, 4)
+    assert (few.name, few.sms, dict(few.blocks_fit)) == ("h200 with 4 SMs", 4, {1: 4, 2: 4, 4: 4})
+    assert machines.cut(whole, 6).blocks_fit == {1: 6, 2: 6, 4: 4}
+    assert machines.cut(whole, whole.sms).blocks_fit == whole.blocks_fit  # clusters still fit no better
+    for sms in (0, whole.sms + 1):
+        with pytest.raises(MachineError, match=f"h200 with {sms} SMs"):
+            machines.cut(whole, sms)

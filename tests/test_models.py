@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megagen.errors import ScheduleError, WeightError
 from megagen.ir.graph import Graph, Op, Routing
-from megagen.models.muse_spark import CONFIG_FIELDS, MuseSparkConfig, expert_block, read_config
+from megagen.models.muse_spark import CONFIG_FIELDS, MuseSparkConfig, expert_block, read_config, tiny
 from megagen.ops.packing import Tiles
 
 TPS = (1, 2, 4, 8)
@@ -175,6 +175,18 @@ def test_neighbours_of_refusals_are_accepted() -> None:
         ({"moe_hidden": 6144, "intermediate": 1024}, {"experts": "bf16"}),
     ):
         block(**args, config=MuseSparkConfig(**changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("tp", TPS)
+def test_a_tiny_block_is_the_least_that_is_accepted(tp: int, split: str) -> None:
+    least = tiny(tp, split)
+    for experts in ("nvfp4", "bf16"):
+        block(tp, split=split, experts=experts, config=least)
+        for smaller in range(16, least.intermediate, 16):
+            config = least.model_copy(update={"intermediate": smaller})
+            with pytest.raises(ScheduleError):
+                block(tp, split=split, experts=experts, config=config)
 
 
 def fits(op: Op) -> bool:

@@ -14,7 +14,7 @@ from megagen.settings import Settings
 
 def test_defaults_without_environment() -> None:
     s = Settings.from_env({})
-    assert (s.cache, s.compiler, s.nvcc, s.keep) == (True, "nvrtc", Path("nvcc"), ())
+    assert (s.cache, s.compiler, s.nvcc, s.cxx, s.keep) == (True, "nvrtc", Path("nvcc"), Path("c++"), ())
     assert s.cache_dir.is_absolute() and s.cache_dir.name == "megagen"
 
 
@@ -26,10 +26,12 @@ def test_every_knob_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             "MEGAGEN_CACHE": "0",
             "MEGAGEN_COMPILER": "nvcc",
             "MEGAGEN_NVCC": "/opt/cuda/bin/nvcc",
+            "MEGAGEN_CXX": "/opt/bin/clang++",
             "MEGAGEN_KEEP": " sass,ptx, sass",
         }
     )
     assert s.cache_dir == tmp_path / "here"
+    assert s.cxx == Path("/opt/bin/clang++")
     assert (s.cache, s.compiler, s.nvcc, s.keep) == (False, "nvcc", Path("/opt/cuda/bin/nvcc"), ("ptx", "sass"))
 
 
@@ -79,8 +81,14 @@ def test_wheel_layout(site: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "mma.cuh").write_text("// µ", "utf-8")
     (folder / "notes.md").write_text("no header")
+    twin = folder.parent / "emulate" / "ptx"
+    twin.mkdir(parents=True)
+    (twin / "mma.cuh").write_text("// twin")
+    (twin.parent / "abi.hpp").write_text("// C")
     assert probe(site, "resources.templates()") == str(site / "megagen" / "_data" / "templates")
     assert probe(site, "ascii(resources.headers())") == ascii({"megagen/ptx/mma.cuh": "// µ"})
+    emulator = {"megagen/emulate/abi.hpp": "// C", "megagen/emulate/ptx/mma.cuh": "// twin"}
+    assert probe(site, "ascii(resources.emulator_headers())") == ascii(emulator)
 
 
 def test_incomplete_wheel_is_refused_even_beside_a_stranger_of_that_name(site: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf, isnan
 
 import torch
 
@@ -12,7 +13,7 @@ from megagen.ir.graph import Graph, Op, TensorKind
 from megagen.ops.compare import Verdict, judge
 from megagen.ops.reference import evaluate
 from megagen.ops.top_k import TopK
-from megagen.runtime.session import Layer, Session
+from megagen.runtime.rank import Layer, Live, Rank
 from megagen.weights.random import LayerWeights
 
 Env = Mapping[str, torch.Tensor | Callable[[int], torch.Tensor]]
@@ -37,7 +38,7 @@ class Check:
 
 
 def verify(
-    session: Session,
+    session: Live,
     graph: Graph,
     weights: LayerWeights,
     tokens: int,
@@ -58,40 +59,60 @@ def random_stream(tokens: int, graph: Graph, seed: int, device: torch.device) ->
 
 
 class Verifier:
-    """Weights bound for a session, with their world-wide form for the reference.
+    """Weights bound for the live ranks, with their world-wide form for the reference.
 
-    ``packed``: kernel parameters by name; ``env``: see :func:`megagen.ops.reference.evaluate`. Channels and
-    parameters of the Plan bear the names of the graph's tensors.
+    ``on``: a session, or a world of several ranks. ``packed``: kernel parameters by name, of each rank (of a lone
+    one without the list around it); ``env``: see :func:`megagen.ops.reference.evaluate`. Channels and parameters of
+    the Plan bear the names of the graph's tensors.
     """
 
-    def __init__(self, session: Session, graph: Graph, packed: Values, env: Env) -> None:
-        self.session, self.graph, self.env = session, graph, env
+    def __init__(self, on: Live, graph: Graph, packed: Values | Sequence[Values], env: Env) -> None:
+        self.on, self.graph, self.env = on, graph, env
+        self.ranks: Sequence[Rank] = on.ranks
+        self.session = self.ranks[0]
         self.top_k = next((op for op in graph.ops if isinstance(op, TopK)), None)
         (stream,) = (t for t in graph.tensors.values() if t.kind is TensorKind.INPUT)
         self.input_name = stream.name
-        self.stream = torch.zeros(stream.shape, device=session.device)
-        self.layer: Layer = session.bind({**packed, stream.name: self.stream})
+        each = [packed] if isinstance(packed, Mapping) else packed
+        self.layers: list[Layer] = [
+            rank.bind({**weights, stream.name: torch.zeros(stream.shape, device=rank.device)})
+            for rank, weights in zip(self.ranks, each, strict=True)
+        ]
+        self.layer = self.layers[0]
+        self.stream = self.layer.tensors[stream.name]
 
-    def launch(self, rows: torch.Tensor, route_override: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Run one launch on ``rows`` fp32 [tokens, hidden]; :meth:`values` of what it made.
+    def launch(
+        self, rows: torch.Tensor, route_override: torch.Tensor | None = None, *, launches: int = 1
+    ) -> dict[str, torch.Tensor]:
+        """Run launches on ``rows`` fp32 [tokens, hidden]; :meth:`values` of what the last one made on the first rank.
 
-        Unused rows of the input and all of the output hold NaN beforehand.
+        Unused rows of the input and all of the output hold NaN beforehand. All launches are in the streams before
+        the first is waited for.
         """
         tokens = len(rows)
-        self.stream.fill_(float("nan"))
-        self.stream[:tokens] = rows
-        self.session.poison()
-        self.session.set_tokens(tokens)
-        self.session.set_route_override(route_override)
-        self.session.launch(self.layer)
-        self.session.synchronize()
+        for rank, layer in zip(self.ranks, self.layers, strict=True):
+            stream = layer.tensors[self.input_name]
+            with rank.writing(stream):
+                stream.fill_(float("nan"))
+                stream[:tokens] = rows
+            rank.poison()
+            rank.set_tokens(tokens)
+            rank.set_route_override(route_override)
+        for _ in range(launches):
+            for rank, layer in zip(self.ranks, self.layers, strict=True):
+                rank.launch(layer)
+        self.on.synchronize()
         return self.values(tokens)
 
-    def values(self, tokens: int) -> dict[str, torch.Tensor]:
-        """What the last launch left in the readable channels and outputs, cut to ``tokens``, by tensor name."""
-        channels = [c for c in self.session.plan.channels if not self.session.unreadable(c)]
-        found = {c.name: self.session.read(c.name) for c in channels} | {
-            name: out.clone() for name, out in self.session.outputs.items()
+    def values(self, tokens: int, rank: Rank | None = None) -> dict[str, torch.Tensor]:
+        """What the last launch left in the readable channels and outputs, cut to ``tokens``, by tensor name.
+
+        Of the first rank, or the one given.
+        """
+        session = rank or self.session
+        channels = [c for c in session.plan.channels if not session.unreadable(c)]
+        found = {c.name: session.read(c.name) for c in channels} | {
+            name: out.clone() for name, out in session.outputs.items()
         }
         return {name: x.narrow(self._token_axis(name), 0, tokens) for name, x in found.items()}
 
@@ -102,42 +123,51 @@ class Verifier:
         route_override: torch.Tensor | None = None,
         seeds: Sequence[int] = (0,),
         edit: Callable[[torch.Tensor], None] = lambda rows: None,
+        launches: int = 1,
     ) -> list[Check]:
-        """Launch once a seed and judge every channel over all of them.
+        """Launch once a seed (or ``launches`` times) and judge every channel of every rank over all of them.
 
         ``edit`` changes the random input in place. Rows that it makes NaN or infinite are left out where the
-        reference is not finite either. Raises HangError or DeviceError when a launch fails.
+        reference is not finite either. Several ranks must also agree, to the bit, on what all of them hold. Raises
+        EmulationError, HangError or DeviceError when a launch fails.
         """
-        seen: dict[str, _Compared] = {}
+        seen: dict[str, dict[str, _Compared]] = {}  # by tensor and rank
         routing = _Routing()
         left: list[str] = []
+        differ: list[str] = []
         for seed in seeds:
             rows = random_stream(tokens, self.graph, seed, self.session.device)
             edit(rows)
-            made = self.launch(rows, route_override)
-            left += [str(x) for x in self.session.leftovers()]
+            made = self.launch(rows, route_override, launches=launches)
             env = {**self.env, self.input_name: rows}
             override = None if route_override is None else route_override[:tokens].to(rows.device)
             ids = self._route(made, env, override, rows.isfinite().all(1), routing)
             if ids is not None:
                 env["route_override"] = ids
             reference, model = (evaluate(self.graph, env, dtype) for dtype in (torch.float32, torch.bfloat16))
-            for name, (ours, want, twin) in self._pairs(made, reference, model).items():
-                compared = seen.setdefault(name, _Compared())
-                start = sum(len(x) for x in compared.ours)
-                harmed = ~rows.isfinite().all(1) & ~want.flatten(1).isfinite().all(1)
-                compared.excluded += [start + int(r) for r in harmed.nonzero()]
-                compared.ours.append(ours)
-                compared.reference.append(want)
-                compared.model.append(twin)
+            for rank in self.ranks:
+                mine = made if rank is self.session else self.values(tokens, rank)
+                label = f"rank {rank.rank}" if len(self.ranks) > 1 else ""
+                left += [f"{label}: {x}" if label else str(x) for x in rank.leftovers()]
+                pairs = self._pairs(mine, reference, model, rank)
+                differ += [
+                    f"{name} of {label}, seed {seed}"
+                    for name, pair in pairs.items()
+                    if pair.replicated and not same_bits(mine[pair.tensor], made[pair.tensor])
+                ]
+                for name, pair in pairs.items():
+                    seen.setdefault(name, {}).setdefault(label, _Compared()).add(rows, pair)
         checks = [routing.check()] if self.top_k else []
-        checks += [seen[name].check(name) for name in self._order(seen)]
+        checks += [worst(name, {k: c.check(name) for k, c in seen[name].items()}) for name in self._order(seen)]
         checks += [
             Check(c.name, True, f"not compared: it {reason}", skipped=True)
             for c in self.session.plan.channels
             if (reason := self.session.unreadable(c)) is not None
         ]
         checks.append(Check("empty slots", not left, "; ".join(left) or "all empty again"))
+        if len(self.ranks) > 1:
+            agreed = "the same bits in what all ranks hold"
+            checks.append(Check("ranks agree", not differ, "; ".join(f"{x} differs" for x in differ) or agreed))
         return checks
 
     # -- naming and shape ------------------------------------------------------------------------------------
@@ -193,30 +223,62 @@ class Verifier:
 
     # -- values ----------------------------------------------------------------------------------------------
 
-    def _pairs(self, made: Values, reference: Values, model: Values) -> dict[str, tuple[torch.Tensor, ...]]:
-        """(ours, fp32 reference, bf16 model) [tokens, ...] by name, for all that is comparable."""
-        found: dict[str, tuple[torch.Tensor, ...]] = {}
-        for name, value in made.items():
-            op, port = self._writer(name)
+    def _pairs(self, made: Values, reference: Values, model: Values, rank: Rank) -> dict[str, _Pair]:
+        """For all of a rank's values that are comparable."""
+        found: dict[str, _Pair] = {}
+        shard = rank.rank * (self.graph.tp // rank.live)  # the rank of the group whose shard this live rank holds
+        for tensor, value in made.items():
+            op, port = self._writer(tensor)
+            name, axis = tensor, -1
             if isinstance(op, TopK):
-                weights = value[:, op.k :].contiguous().view(torch.float32)
-                found[f"{name}.weights"] = (weights, reference[f"{name}.weights"], model[f"{name}.weights"])
+                name = whole = f"{tensor}.weights"
+                ours = value[:, op.k :].contiguous().view(torch.float32)
             elif port == "partials":
                 ours = _sum(value).transpose(0, 1).flatten(1)
                 # This rank's columns of the op's whole output, or the logits.
-                whole = name if name in reference else op.outputs["out"]
-                first = 0 if whole == name else self._first_rank() * ours.shape[1]
-                found[name] = (ours, *(x[whole].narrow(1, first, ours.shape[1]) for x in (reference, model)))
+                whole, axis = tensor if tensor in reference else op.outputs["out"], 1
             else:
-                ours = _sum(value.float()) if self.graph.tensors[name].reduce else value
-                width = ours.shape[-1]  # a tensor that stays on its rank is this rank's slice of the whole
-                first = 0 if width == reference[name].shape[-1] else self._first_rank() * width
-                found[name] = (ours, *(x[name].narrow(-1, first, width) for x in (reference, model)))
+                ours, whole = _sum(value.float()) if self.graph.tensors[tensor].reduce else value, tensor
+            width = ours.shape[axis]  # a tensor that stays on its rank is this rank's slice of the whole
+            replicated = width == reference[whole].shape[axis]
+            first = 0 if replicated else shard * width
+            want, twin = (x[whole].narrow(axis, first, width) for x in (reference, model))
+            found[name] = _Pair(tensor, ours, want, twin, replicated)
         return found
 
-    def _first_rank(self) -> int:
-        """The rank whose shard this live rank holds."""
-        return self.session.rank * (self.graph.tp // self.session.live)
+
+@dataclass(frozen=True)
+class _Pair:
+    """A rank's value of a ``tensor`` with the fp32 reference and the bf16 model [tokens, ...]. ``replicated``: every
+    rank holds all of it."""
+
+    tensor: str
+    ours: torch.Tensor
+    reference: torch.Tensor
+    model: torch.Tensor
+    replicated: bool
+
+
+def worst(name: str, checks: Mapping[str, Check]) -> Check:
+    """One check for several, by what they are of ("rank 1"): those that fail, else the largest error."""
+    failed = {label: c for label, c in checks.items() if not c}
+
+    def error(item: tuple[str, Check]) -> float:
+        verdict = item[1].verdict
+        return 0.0 if verdict is None else -inf if isnan(x := verdict.ours.worst_row) else -x
+
+    order = sorted((failed or checks).items(), key=error)
+    label, first = order[0]
+    if len(checks) == 1 and not label:
+        return first
+    detail = "; ".join(f"{label}: {c.detail}" if label else c.detail for label, c in order) if failed else first.detail
+    return Check(name, not failed, detail, first.verdict, first.skipped)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one type hold the same bits, NaNs included."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return bool(torch.equal(a.contiguous().view(integers), b.contiguous().view(integers)))
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:
@@ -235,6 +297,14 @@ class _Compared:
     reference: list[torch.Tensor] = field(default_factory=list)
     model: list[torch.Tensor] = field(default_factory=list)
     excluded: list[int] = field(default_factory=list)
+
+    def add(self, rows: torch.Tensor, pair: _Pair) -> None:
+        start = sum(len(x) for x in self.ours)
+        harmed = ~rows.isfinite().all(1) & ~pair.reference.flatten(1).isfinite().all(1)
+        self.excluded += [start + int(r) for r in harmed.nonzero()]
+        self.ours.append(pair.ours)
+        self.reference.append(pair.reference)
+        self.model.append(pair.model)
 
     def check(self, name: str) -> Check:
         verdict = judge(self.ours, self.reference, self.model, excluded=self.excluded)

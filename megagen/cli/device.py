@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from megagen.cli import report
 from megagen.cli.explain import computed, nominal
 from megagen.cli.pipeline import Built
-from megagen.cli.sheets import Column, Row, Sheet, counted, megabytes
+from megagen.cli.sheets import Column, Sheet, counted, megabytes
 from megagen.errors import MegagenError
 
 if TYPE_CHECKING:
@@ -25,6 +26,17 @@ def require() -> None:
     from megagen.runtime.driver import require_torch
 
     require_torch(0)
+
+
+def absent() -> bool:
+    """Whether torch is here and sees no GPU."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return not torch.cuda.is_available()
 
 
 def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: Path | None, layer: int) -> Sheet:
@@ -44,40 +56,10 @@ def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: 
 
             packed = load_layer(checkpoint, layer, graph, rank=0, device=session.device)
             env = load_reference(checkpoint, layer, graph, device=session.device)
-        override = None if experts is None else _table(session.experts, session.top_k, experts, tokens, seed=0)
+        override = None if experts is None else table(session.experts, session.top_k, experts, tokens, seed=0)
         checks = Verifier(session, graph, packed, env).check(tokens, route_override=override, seeds=range(seeds))
 
-    def row(check: Any) -> dict[str, Any]:
-        verdict = check.verdict
-        return {
-            "check": check.name,
-            "ok": check.ok,
-            "skipped": check.skipped,
-            "error": verdict and verdict.ours.worst_row,
-            "model_error": verdict and verdict.model.worst_row,
-            "max_abs": verdict and verdict.ours.max_abs,
-            "model_max_abs": verdict and verdict.model.max_abs,
-            "detail": check.detail,
-        }
-
-    def number(key: str) -> Callable[[Row], str]:
-        return lambda r: "" if r[key] is None else f"{r[key]:.3g}"
-
-    return Sheet(
-        "checks",
-        f"{counted(tokens, 'token')}, {counted(seeds, 'seed')}, against the reference in fp32",
-        (
-            Column("", lambda r: "skip" if r["skipped"] else "ok" if r["ok"] else "FAIL"),
-            Column("what", "check"),
-            Column("error", number("error"), right=True),
-            Column("bf16 model's", number("model_error"), right=True),
-            Column("max-abs", number("max_abs"), right=True),
-            Column("bf16 model's", number("model_max_abs"), right=True),
-            Column("remark", lambda r: r["detail"] if r["error"] is None or not r["ok"] else ""),
-        ),
-        [row(c) for c in checks],
-        note="Error: relative L2 of the worst token row; it may be 1.5 times the bf16 model's, max-abs twice.",
-    )
+    return report.checks(checks, f"{counted(tokens, 'token')}, {counted(seeds, 'seed')}")
 
 
 def steps(layers: int, rounds: int) -> int:
@@ -133,7 +115,7 @@ def bench(
             def reroute(sample: int) -> None:
                 if not plan.nominal_experts:
                     return
-                session.set_route_override(_table(session.experts, session.top_k, experts, graph.tokens, sample))
+                session.set_route_override(table(session.experts, session.top_k, experts, graph.tokens, sample))
 
             return Variant(name, replay.replay, layers, reroute)
 
@@ -187,7 +169,7 @@ def notes(built: Built, experts: int, layers: int, replays: int, *, bounded: boo
     )
 
 
-def _table(pool: int, top_k: int, experts: int, tokens: int, seed: int) -> torch.Tensor:
+def table(pool: int, top_k: int, experts: int, tokens: int, seed: int) -> torch.Tensor:
     from megagen.bench.routes import routes
 
     return routes(experts, tokens, top_k, seed, pool=pool)

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,6 +32,11 @@ INTERRUPTED = 130
 class Only(StrEnum):
     fused = "fused"
     unfused = "unfused"
+
+
+class Size(StrEnum):
+    tiny = "tiny"
+    full = "full"
 
 
 class Guarded(TyperGroup):
@@ -207,25 +213,70 @@ def run(
     layer: Annotated[int, typer.Option("--layer", help="The checkpoint's layer.")] = 1,
     as_json: Json = False,
 ) -> None:
-    """Launch on the GPU and compare the routing and every op's output with the reference."""
-    from megagen.cli import device, explain
+    """Launch on the GPU and compare the routing and every op's output with the reference.
+
+    Without a GPU, a tiny layer is emulated on the CPU.
+    """
+    from megagen.cli import device
 
     if checkpoint is not None and tp != 1:
         raise MegagenError(
             f"--checkpoint with --tp {tp}: one GPU holds one shard, and stand-ins repeat it", hint="use --tp 1"
         )
-    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option, checkpoint))
+    request = _request(schedule, machine, tp, tokens, choose, unfused, option, checkpoint)
+    if device.absent():
+        what = "a tiny layer" if checkpoint is None else "the checkpoint's layer"
+        typer.echo(f"no GPU here: emulating {what} on the CPU", err=True)
+        plan = replace(request, tiny=True)
+        return _emulated(plan, 1, range(seeds), launch or tokens, experts, layer, as_json=as_json)
+    checked = _checked(request)
     device.require()
     built = _built(checked, [checked.plan.machine.arch])
     with _working(f"running {built.plan.name}"):
         sheet = device.run(built, launch or tokens, experts, seeds, checkpoint, layer)
-    if as_json:
-        _print_json(explain.header(built.plan, built.options) | sheet.json())
-    else:
-        _print(explain.headline(built.plan, built.options) + "\n")
-        _show([sheet])
-    if failed := [row["check"] for row in sheet.rows if not row["ok"]]:
-        raise DeviceError(f"outside the bound: {', '.join(failed)}")
+    return _judged(built, sheet, as_json)
+
+
+@app.command()
+def emulate(
+    schedule: ScheduleFile,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=8, help="Live ranks, each with its own memory.")] = 1,
+    size: Annotated[Size, typer.Option("--size", help="Least dimensions on four SMs, or the whole layer.")] = Size.tiny,
+    machine: MachineName = MACHINE,
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", help="Ranks of the group; those that do not live are stood in for.  [default: --ranks]"),
+    ] = None,
+    tokens: Tokens = 16,
+    choose: Choose = None,
+    option: Options = None,
+    unfused: Unfused = False,
+    launch: Annotated[
+        int | None, typer.Option("--launch", min=1, help="Tokens of the launch.  [default: --tokens]")
+    ] = None,
+    launches: Annotated[int, typer.Option("--launches", min=1, help="Launches in a row, the last one judged.")] = 1,
+    experts: Annotated[int | None, typer.Option("--experts", min=1, help="Force this many distinct experts.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The first interleaving, and input.")] = 0,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many, from --seed on.")] = 1,
+    race: Annotated[bool, typer.Option("--race", help="Report accesses that nothing orders.")] = False,
+    checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Weights from here, not random.")] = None,
+    layer: Annotated[int, typer.Option("--layer", help="The checkpoint's layer.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run the kernel's own text on the CPU, find its faults, and compare it with the reference. Needs no GPU."""
+    request = _request(schedule, machine, ranks if tp is None else tp, tokens, choose, unfused, option, checkpoint)
+    chosen = range(seed, seed + seeds)
+    return _emulated(
+        replace(request, tiny=size is Size.tiny),
+        ranks,
+        chosen,
+        launch or tokens,
+        experts,
+        layer,
+        race=race,
+        launches=launches,
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -264,6 +315,47 @@ def bench(
         return _print_json({k: v for k, v in header.items() if k != "fused"} | sheet.json())
     _print(explain.headline(some.plan, some.options) + "\n")
     return _show([sheet])
+
+
+def _emulated(
+    request: Request,
+    ranks: int,
+    seeds: range,
+    tokens: int,
+    experts: int | None,
+    layer: int,
+    *,
+    race: bool = False,
+    launches: int = 1,
+    as_json: bool,
+) -> None:
+    """Build for the CPU, run, judge, print."""
+    from megagen.cli import emulator, pipeline
+    from megagen.settings import Settings
+
+    if request.tp % ranks:
+        raise MegagenError(f"{ranks} live ranks in a group of {request.tp}", hint="a divisor of --tp")
+    checked, settings = _checked(request), Settings.from_env()
+    with _working(f"compiling {checked.plan.name} for the CPU"):
+        library = pipeline.emulated(checked, settings)
+    with _working(f"emulating {checked.plan.name}") as step:
+        sheet = emulator.run(
+            checked, library, ranks, seeds, tokens, experts, request.checkpoint, layer, race, launches, step
+        )
+    return _judged(checked, sheet, as_json)
+
+
+def _judged(checked: Checked, sheet: Sheet, as_json: bool) -> None:
+    """Print the checks of a launch. Raises DeviceError for those that fail."""
+    from megagen.cli import explain
+
+    if as_json:
+        _print_json(explain.header(checked.plan, checked.options) | sheet.json())
+    else:
+        _print(explain.headline(checked.plan, checked.options) + "\n")
+        _show([sheet])
+    if failed := [row["check"] for row in sheet.rows if not row["ok"]]:
+        raise DeviceError(f"outside the bound: {', '.join(failed)}")
 
 
 def _request(

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from megagen.check import Finding
     from megagen.compile import Artifact
     from megagen.ir.graph import Graph
-    from megagen.ir.plan import Plan
+    from megagen.ir.plan import Machine, Plan
     from megagen.settings import Settings
 
 UNBOUNDED_WAITS = "MEGAGEN_UNBOUNDED_WAITS"  # a macro of the kernel template, for final timing
 MACHINE = "h200"
+TINY_SMS = 4  # clusters of 1, 2 and 4
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 
@@ -35,6 +36,7 @@ class Request:
     fused: bool = True
     options: Mapping[str, str] = field(default_factory=dict)
     checkpoint: Path | None = None  # whose dimensions and expert format the graph takes
+    tiny: bool = False  # least dimensions (or the checkpoint's) on a few SMs of the machine, to emulate
 
 
 @dataclass(frozen=True)
@@ -60,23 +62,36 @@ class Built(Checked):
 
 def check(request: Request) -> Checked:
     """The request's Plan. Raises MegagenError at the user's line if it is wrong or cannot be proved safe."""
+    from megagen import machines
     from megagen.check import check as prove
     from megagen.dsl import load
     from megagen.lower import lower
 
+    machine: str | Machine = request.machine
+    if request.tiny:
+        machine = machines.cut(machines.load(request.machine), TINY_SMS)
     schedule = load(
         request.schedule,
-        machine=request.machine,
+        machine=machine,
         tp=request.tp,
         tokens=request.tokens,
         choices=dict(request.choices),
-        options={**_described(request.checkpoint), **request.options},
+        options={**_sized(request), **_described(request.checkpoint), **request.options},
     )
     plan = lower(schedule, fused=request.fused)
     asked = dict(request.options)
     if request.checkpoint is not None:
         asked["checkpoint"] = str(request.checkpoint)
     return Checked(schedule.graph, plan, prove(plan), options=asked)
+
+
+def _sized(request: Request) -> dict[str, object]:
+    """The schedule's options that make its layer tiny."""
+    if not request.tiny or request.checkpoint is not None:
+        return {}
+    from megagen.models.muse_spark import tiny
+
+    return {"config": tiny(request.tp, request.options.get("split", "nn"))}
 
 
 def _described(checkpoint: Path | None) -> dict[str, object]:
@@ -105,6 +120,14 @@ def build(checked: Checked, archs: Sequence[str], settings: Settings, *, bounded
     defines = {} if bounded else {UNBOUNDED_WAITS: "1"}
     artifacts = compile_source(source, kernels=kernels, archs=archs, settings=settings, defines=defines)
     return Built(checked.graph, checked.plan, checked.findings, source, artifacts, options=checked.options)
+
+
+def emulated(checked: Checked, settings: Settings) -> Path:
+    """The library in which a checked Plan runs on the CPU; a warm cache makes this a look-up."""
+    from megagen.emulate import compile_library
+
+    plan = checked.plan
+    return compile_library(emit(plan), kernels=[k.name for k in plan.kernels], settings=settings)
 
 
 def write_aside(path: Path, data: bytes) -> None:

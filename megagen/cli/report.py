@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING, Any
 
 from megagen.cli.explain import nominal, stream_us
 from megagen.cli.pipeline import Built, Checked
 from megagen.cli.sheets import Column, Row, Sheet, megabytes, size
+
+if TYPE_CHECKING:
+    from megagen.bench.verify import Check
 
 
 def findings(checked: Checked) -> list[dict[str, Any]]:
@@ -100,3 +105,42 @@ def _mma(row: Row) -> str:
     if row["mma"] is None:
         return "unknown"
     return "\n".join(f"{count} {opcode}" for opcode, count in row["mma"].items()) or "none"
+
+
+def checks(found: Sequence[Check], title: str) -> Sheet:
+    """What launches left, judged."""
+
+    def finite(value: float) -> float | None:  # JSON has no NaN; the detail says what is not finite
+        return value if isfinite(value) else None
+
+    def row(check: Check) -> dict[str, Any]:
+        verdict = check.verdict
+        return {
+            "check": check.name,
+            "ok": check.ok,
+            "skipped": check.skipped,
+            "error": None if verdict is None else finite(verdict.ours.worst_row),
+            "model_error": None if verdict is None else finite(verdict.model.worst_row),
+            "max_abs": None if verdict is None else finite(verdict.ours.max_abs),
+            "model_max_abs": None if verdict is None else finite(verdict.model.max_abs),
+            "detail": check.detail,
+        }
+
+    def number(key: str) -> Callable[[Row], str]:
+        return lambda r: "" if r[key] is None else f"{r[key]:.3g}"
+
+    return Sheet(
+        "checks",
+        f"{title}, against the reference in fp32",
+        (
+            Column("", lambda r: "skip" if r["skipped"] else "ok" if r["ok"] else "FAIL"),
+            Column("what", "check"),
+            Column("error", number("error"), right=True),
+            Column("bf16 model's", number("model_error"), right=True),
+            Column("max-abs", number("max_abs"), right=True),
+            Column("bf16 model's", number("model_max_abs"), right=True),
+            Column("remark", lambda r: r["detail"] if r["error"] is None or not r["ok"] else ""),
+        ),
+        [row(c) for c in found],
+        note="Error: relative L2 of the worst token row; it may be 1.5 times the bf16 model's, max-abs twice.",
+    )

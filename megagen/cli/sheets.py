@@ -89,9 +89,9 @@ def _widths(sheet: Sheet, room: int) -> list[int]:
     return natural
 
 
-def counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str, plural: str = "s") -> str:
     """1 token, 2 tokens."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def size(nbytes: float) -> str:

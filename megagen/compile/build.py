@@ -72,11 +72,7 @@ class _Unit:
         self.nvdisasm = find_disassembler()
         if "sass" in settings.keep and self.nvdisasm is None:
             raise CompileError("MEGAGEN_KEEP=sass needs nvdisasm", hint="pip install nvidia-cuda-nvdisasm")
-        root = settings.cache_dir
-        if not settings.cache:
-            root = Path(tempfile.mkdtemp(prefix="megagen-"))
-            atexit.register(shutil.rmtree, root, ignore_errors=True)
-        self.cache = Cache(root)
+        self.cache = open_cache(settings)
 
     def abandon(self) -> None:
         """Nobody waits any more: store nothing of what is still compiling."""
@@ -110,7 +106,8 @@ class _Unit:
         except Refused as e:
             if self.abandoned:
                 raise CancelledError from None
-            raise self._error(arch, str(e), name) from None
+            who = f"{self.compiler.name} refused the code for {arch}"
+            raise refusal(who, str(e), self.source, name, self.cache, self.settings) from None
         if self.abandoned:
             raise CancelledError
         sass = None if self.nvdisasm is None else disassemble(out.cubin, self.nvdisasm)
@@ -126,25 +123,36 @@ class _Unit:
         extra = {"cu": self.source.encode(), "ptx": out.ptx or b"", "sass": (sass or "").encode()}
         return files | {f"kernel.{k}": extra[k] for k in keep}
 
-    def _error(self, arch: str, log: str, name: str) -> CompileError:
-        """Says the first errors and where source and full log are; a full disk does not hide the errors."""
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
-        marked = [line for line in lines if ERROR.search(line) or NOTE.search(line)]
-        errors = list(dropwhile(NOTE.search, marked)) or lines or ["no message"]
-        # a cache that is off lives in a folder that ends with the process
-        folder = self.cache.root / "failed" / name[:16] if self.settings.cache else None
-        try:
-            folder = folder or Path(tempfile.mkdtemp(prefix="megagen-failed-"))
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / UNIT).write_text(self.source, "utf-8")
-            (folder / "log.txt").write_text(log + "\n", "utf-8")
-            os.utime(folder)  # else an old one that fails again is the first to be trimmed
-            self.cache.trim()
-            where = f"source and full log: {folder}"
-        except OSError as e:
-            where = f"source and full log could not be written to {folder}: {e.strerror or e}"
-        more = [f"{len(errors) - SHOWN} more"] if len(errors) > SHOWN else []
-        notes = [*errors[1:SHOWN], *more, where]
-        return CompileError(
-            f"{self.compiler.name} refused the code for {arch}: {errors[0]}", notes=tuple((n, None) for n in notes)
-        )
+
+def open_cache(settings: Settings) -> Cache:
+    """The cache that the settings ask for; one that is off lives in a folder that ends with the process."""
+    root = settings.cache_dir
+    if not settings.cache:
+        root = Path(tempfile.mkdtemp(prefix="megagen-"))
+        atexit.register(shutil.rmtree, root, ignore_errors=True)
+    return Cache(root)
+
+
+def refusal(who: str, log: str, source: str, name: str, cache: Cache, settings: Settings) -> CompileError:
+    """The error of a compiler's ``log``: its first errors, and where ``source`` and full log are kept under ``name``.
+
+    A full disk does not hide the errors.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    marked = [line for line in lines if ERROR.search(line) or NOTE.search(line)]
+    errors = list(dropwhile(NOTE.search, marked)) or lines or ["no message"]
+    # a cache that is off lives in a folder that ends with the process
+    folder = cache.root / "failed" / name[:16] if settings.cache else None
+    try:
+        folder = folder or Path(tempfile.mkdtemp(prefix="megagen-failed-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / UNIT).write_text(source, "utf-8")
+        (folder / "log.txt").write_text(log + "\n", "utf-8")
+        os.utime(folder)  # else an old one that fails again is the first to be trimmed
+        cache.trim()
+        where = f"source and full log: {folder}"
+    except OSError as e:
+        where = f"source and full log could not be written to {folder}: {e.strerror or e}"
+    more = [f"{len(errors) - SHOWN} more"] if len(errors) > SHOWN else []
+    notes = [*errors[1:SHOWN], *more, where]
+    return CompileError(f"{who}: {errors[0]}", notes=tuple((n, None) for n in notes))

@@ -22,7 +22,7 @@ from megagen.ir.plan import Machine
 def load(
     path: str | Path,
     *,
-    machine: str = "h200",
+    machine: str | Machine = "h200",
     tp: int = 8,
     tokens: int = 16,
     choices: Mapping[str, str] | None = None,
@@ -30,14 +30,14 @@ def load(
 ) -> Schedule:
     """Call ``schedule(machine, tp=..., tokens=..., choices=..., **options)`` of the file at ``path``.
 
-    ``choices`` settle how the work is placed; ``options`` are the file's own parameters and may change what is
-    computed: text becomes the int, float or bool that the parameter is. A bare name, or one below ``schedules/``, that
-    does not exist here is looked up among the shipped schedules. While the file runs, its folder is importable and what
-    it prints goes to stderr. Raises ScheduleError at the user's line for anything wrong in the file, and for a request
-    that the schedule cannot honour or ignores.
+    ``machine`` is a name, a path or a description. ``choices`` settle how the work is placed; ``options`` are the
+    file's own parameters and may change what is computed: text becomes the int, float or bool that the parameter is. A
+    bare name, or one below ``schedules/``, that does not exist here is looked up among the shipped schedules. While the
+    file runs, its folder is importable and what it prints goes to stderr. Raises ScheduleError at the user's line for
+    anything wrong in the file, and for a request that the schedule cannot honour or ignores.
     """
     file = _find(Path(path))
-    description = machines.load(machine)
+    description = machines.load(machine) if isinstance(machine, str) else machine
     try:
         source = file.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -44,3 +44,15 @@ def load(name: str) -> Machine:
     if not re.fullmatch(r"sm_\d+[a-z]?", machine.arch):
         raise MachineError(f"machine {path}: arch: {machine.arch!r} is not like sm_90a")
     return machine
+
+
+def cut(machine: Machine, sms: int) -> Machine:
+    """The same GPU with ``sms`` SMs, for kernels small enough to emulate.
+
+    Raises MachineError if it has fewer.
+    """
+    if not 1 <= sms <= machine.sms:
+        raise MachineError(f"{machine.name} with {sms} SMs: it has {machine.sms}")
+    fit = {cluster: min(blocks, sms // cluster * cluster) for cluster, blocks in machine.blocks_fit.items()}
+    update = {"name": f"{machine.name} with {sms} SMs", "sms": sms, "blocks_fit": {c: n for c, n in fit.items() if n}}
+    return machine.model_copy(update=update)

@@ -20,6 +20,7 @@ from megagen.ops.top_k import TopK
 
 MAX_TOKENS = 16  # two n8 MMA tiles; the kernels' compiled maximum
 ROW = 8 * 32 * 8  # a norm's row: eight warps of lanes with 16-byte vectors of bf16 (mem/row.cuh)
+SLICE = 512  # of a ring stage's K: eight warps with a group of 64 each
 
 
 class MuseSparkConfig(Frozen):
@@ -60,6 +61,13 @@ def read_config(checkpoint: Path) -> MuseSparkConfig:
         return MuseSparkConfig(**{ours: text[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in text})
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise WeightError(f"{path}: {error}", hint="a checkpoint is a folder in the Hugging Face layout") from None
+
+
+def tiny(tp: int, split: str = "nn") -> MuseSparkConfig:
+    """The least dimensions that :func:`expert_block` takes at this ``tp`` and ``split``, for emulation."""
+    share = tp if split == "nk" else 1  # of the second expert GEMM's K, whose shards are whole slices too
+    slices = max(1, -(-16 * (tp - 1) * tp // (SLICE * share)))  # of the least shard that stand-ins can rotate
+    return MuseSparkConfig(hidden=ROW, moe_hidden=ROW, intermediate=SLICE * share * slices, experts=16)
 
 
 def expert_block(
@@ -237,8 +245,8 @@ def _refuse_unstreamable(op: Op) -> None:
     if stage is None:
         return
     w, rows, k = op.weights["weight"], stage["rows"], stage["k"]
-    groups = k // 512
-    if w.rows % rows or w.k % k or k % 512 or (w.dtype is DType.NVFP4 and groups % 2 and groups > 1):
+    groups = k // SLICE
+    if w.rows % rows or w.k % k or k % SLICE or (w.dtype is DType.NVFP4 and groups % 2 and groups > 1):
         raise ScheduleError(
             f"{w.name}: {w.rows} x {w.k} {w.dtype.value} a rank does not divide into ring stages of {rows} x {k}",
             loc=here(),

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from small_models import block_output, draw, small_model
 
 from megagen.errors import MegagenError, WeightError
 from megagen.ir.graph import Shard
@@ -38,33 +39,12 @@ def block(tp=1, split="nn", experts="bf16", tokens=16, config=CONFIG):
     return expert_block(tp=tp, tokens=tokens, split=split, experts=experts, config=config)
 
 
-def small_model(config):
-    from transformers import MuseSparkConfig as HFConfig
-    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkForConditionalGeneration
-
-    c = config
-    config = HFConfig(
-        text_config={
-            "hidden_size": c.hidden, "moe_hidden_size": c.moe_hidden, "moe_intermediate_size": c.intermediate,
-            "num_local_experts": c.experts, "num_hidden_layers": c.layers, "intermediate_size": 64, "vocab_size": 64,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1,
-        },
-        vision_config={"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
-        audio_config={
-            "hidden_sizes": (16,), "patch_sizes": (4,), "depths": (1,), "num_hidden_layers": 1,
-            "out_hidden_size": c.hidden,
-        },
-    )  # fmt: skip
-    return MuseSparkForConditionalGeneration._from_config(config, dtype=torch.bfloat16).requires_grad_(False)
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """(directory, model): bf16 with fp32 router and gates, in several shards, written by save_pretrained."""
     model = small_model(CONFIG)
     torch.manual_seed(1)
-    for name, p in model.model.language_model.named_parameters():
-        torch.nn.init.normal_(p, std=0.1 if p.ndim == 1 else p.shape[-1] ** -0.5 * (8 if "mlp.gate." in name else 1))
+    draw(model)
     for layer in model.model.language_model.layers:
         torch.nn.init.normal_(layer.mlp.gate.e_score_correction_bias, std=0.05)
     directory = tmp_path_factory.mktemp("bf16")
@@ -82,12 +62,6 @@ def single(saved, tmp_path_factory):
     directory = tmp_path_factory.mktemp("single")
     save_file(tensors, directory / "model.safetensors")
     return directory, tensors
-
-
-def block_output(layer, stream):
-    """The lines of MuseSparkTextDecoderLayer.forward after attention."""
-    hidden = layer.mlp(layer.pre_feedforward_layernorm(stream))
-    return layer.post_feedforward_residual_gate(stream, layer.post_feedforward_layernorm(hidden))
 
 
 @pytest.mark.parametrize(("tp", "split"), SPLITS)

@@ -139,6 +139,10 @@ struct Warp {
     u32 priority = 0;
     i64 fuel = 0;
     int place = -1; // in the engine's list of warps that can run
+    // Since the last hand-over of something read: the values it was to depend on, and those that were voted on.
+    u64 read_values = 0, mma_values = 0, voted_values = 0, last_read = 0, last_voted = 0;
+    bool multiplied = false;
+    u32 voters = 0, same_votes = 0, voted_step = kNoStep;
     u32 began = 1, time = 1, synced = 1, exchanged = 1;
     Clock clock;
     std::vector<Acquired> acquired;
@@ -177,6 +181,7 @@ struct Block {
     Launch* launch;
     Cluster* cluster;
     u32 index, rank_in_cluster, sm;
+    u64 serial; // of all blocks
     u32 live_threads = 0;
     bool triggered = false;
     bool ended = false;
@@ -233,7 +238,7 @@ struct Engine {
     std::deque<Rank> ranks;
     std::vector<Watch> watches;
     u64 now = 0; // slices; one is a nanosecond
-    u64 tickets = 0;
+    u64 tickets = 0, blocks = 0;
     u64 skipped = 0; // nanoseconds that passed while nothing could run
     u32 expiries = 0;
     std::vector<Event> events;
@@ -289,7 +294,11 @@ struct Engine {
     bool deliver_due();
     bool deliver_any();
     void touch(u64 address);
-    Watch& watch(u64 address) { return watches[(address >> 6) * 0x9e3779b97f4a7c15ull >> 50]; }
+    // By place, not by address: the same seed must do the same in every process.
+    Watch& watch(u64 address) { return watches[((address - reinterpret_cast<u64>(arena)) >> 6) * 0x9e3779b97f4a7c15ull >> 50]; }
+    Watch& watch(const Block& block, u32 offset) {
+        return watches[((block.serial << 18) + offset + 1) * 0x9e3779b97f4a7c15ull >> 50];
+    }
     void complete_tx(Block& block, u32 bar, u64 phase, u32 bytes, bool remote, const Event& event);
     void advance(Barrier& barrier, Block& block, u32 offset);
 

@@ -141,13 +141,17 @@ void mma(Warp& w) {
     }
     if (any_special) std::memcpy(before, d, sizeof d);
     multiply_add(a, b, d, depth, fraction);
+    w.multiplied = true;
     if (any_special)
         for (u32 row = 0; row < 16; ++row)
             for (u32 n = 0; n < 8; ++n)
                 d[row][n] = with_specials(wide_a[row], 1, &wide_b[0][n], 8, before[row][n], depth, d[row][n]);
     for (u32 lane = 0; lane < 32; ++lane) {
         const u32 g = lane / 4, t = lane % 4;
-        for (u32 i = 0; i < 4; ++i) w.out[lane][i] = d[g + i / 2 * 8][2 * t + i % 2];
+        for (u32 i = 0; i < 4; ++i) {
+            w.out[lane][i] = d[g + i / 2 * 8][2 * t + i % 2];
+            w.mma_values = (w.mma_values + w.out[lane][i]) * 0x9e3779b97f4a7c15ull;
+        }
     }
 }
 
@@ -304,6 +308,30 @@ void collective(Collective what, u32 mask, const u32* in, u32 n_in, u32* out, u3
         spend_fuel(t);
     }
     std::memcpy(out, w.out[t->lane], 4 * n_out);
+}
+
+// A constant proves nothing: if what was read (or, where there were MMAs, their results) differs from one hand-over to the
+// next and the value does not, in any lane, it does not depend on it.
+void consume(u32 bits, Site at) {
+    Thread* t = self();
+    Warp& w = *t->warp;
+    w.voted_values += (bits + 1ull) * (t->lane * 2 + 1) * 0x9e3779b97f4a7c15ull;
+    w.voters |= 1u << t->lane;
+    if (w.voters != w.live) return;
+    const u64 read = w.multiplied ? w.mma_values : w.read_values;
+    const bool same = w.voted_step == t->step && w.voted_values == w.last_voted && read != w.last_read;
+    w.same_votes = same ? w.same_votes + 1 : 0;
+    w.last_voted = w.voted_values;
+    w.last_read = read;
+    w.voted_step = t->step;
+    w.voted_values = w.read_values = w.mma_values = 0;
+    w.voters = 0;
+    w.multiplied = false;
+    if (w.same_votes == 3)
+        engine_of(t).fail("overwritten",
+                          "hands memory back by a vote on a value that does not depend on what was read from it: it stayed the "
+                          "same while that changed",
+                          t, at);
 }
 
 // -- barriers of a block ----------------------------------------------------------------------------------------------

@@ -682,6 +682,9 @@ void shared_load(void* to, u32 from, u32 bytes, bool remote, Site at) {
     const auto [b, offset] = locate(t, from, bytes, remote, "reads", at);
     check_shared(t, b, offset, bytes, true, false, at);
     std::memcpy(to, &b.shared[offset], bytes);
+    u32 word = 0;
+    std::memcpy(&word, to, std::min(bytes, 4u));
+    t->warp->read_values += (word + 1ull) * (2ull * from + 1) * 0x9e3779b97f4a7c15ull;
 }
 
 void shared_store(u32 to, const void* from, u32 bytes, bool remote, Site at) {
@@ -824,7 +827,7 @@ void Engine::advance(Barrier& b, Block& block, u32 offset) {
     ++b.phase;
     b.pending = b.count;
     b.expected = b.issued = 0;
-    touch(reinterpret_cast<u64>(&block) + offset * 64ull);
+    wake(watch(block, offset));
 }
 
 void Engine::complete_tx(Block& block, u32 bar, u64 phase, u32 bytes, bool, const Event& event) {
@@ -847,7 +850,7 @@ bool mbarrier_try_wait(u32 bar, u32 parity, Scope scope, Site at) {
     const auto [b, offset] = locate(t, bar, 8, false, "waits for", at);
     Barrier& barrier = barrier_at(t, b, offset, "waits for", at);
     if ((barrier.phase & 1) == (parity & 1)) {
-        polled(t, e.watch(reinterpret_cast<u64>(&b) + offset * 64ull));
+        polled(t, e.watch(b, offset));
         return false;
     }
     acquire(t, barrier.done);

@@ -252,6 +252,7 @@ void Engine::start_block(Launch& launch, u32 index, Cluster& cluster) {
     b.launch = &launch;
     b.cluster = &cluster;
     b.index = index;
+    b.serial = ++blocks;
     b.rank_in_cluster = static_cast<u32>(cluster.blocks.size());
     const u32 pick = random.below(static_cast<u32>(r.free_sms.size()));
     b.sm = r.free_sms[pick];

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_models import block_in, draw, small_model
 
 from megagen.bench.routes import routes
 from megagen.cli import pipeline
@@ -63,24 +64,11 @@ def test_a_checkpoint_of_transformers_gives_the_same_block(rig: Any, tmp_path: P
     from megagen.ops.reference import evaluate
     from megagen.weights.checkpoint import load_layer, load_reference
 
-    hf = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
-    from transformers import MuseSparkConfig as HFConfig
-
+    pytest.importorskip("transformers.models.muse_spark")
     c = MuseSparkConfig(hidden=2048, moe_hidden=2048, intermediate=1024, experts=16, layers=2)
     torch.manual_seed(0)
-    text = {
-        "hidden_size": c.hidden, "moe_hidden_size": c.moe_hidden, "moe_intermediate_size": c.intermediate,
-        "num_local_experts": c.experts, "num_hidden_layers": c.layers, "intermediate_size": 64, "vocab_size": 64,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1,
-    }  # fmt: skip
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    audio = {
-        "hidden_sizes": (16,), "patch_sizes": (4,), "depths": (1,), "num_hidden_layers": 1, "out_hidden_size": c.hidden,
-    }  # fmt: skip
-    config = HFConfig(text_config=text, vision_config=vision, audio_config=audio)
-    model = hf.MuseSparkForConditionalGeneration._from_config(config, dtype=torch.bfloat16).requires_grad_(False)
-    for name, p in model.model.language_model.named_parameters():  # activations of order one, scores apart
-        torch.nn.init.normal_(p, std=0.1 if p.ndim == 1 else p.shape[-1] ** -0.5 * (8 if "mlp.gate." in name else 1))
+    model = small_model(c)
+    draw(model)
     model.save_pretrained(tmp_path)
 
     def weights(graph: Any) -> Any:
@@ -93,18 +81,8 @@ def test_a_checkpoint_of_transformers_gives_the_same_block(rig: Any, tmp_path: P
         checks = made.check(16, seeds=range(4))
         assert not [str(x) for x in checks if not x]
         found = made.launch(rows)
-        layers = [m for m in model.modules() if isinstance(m, hf.MuseSparkTextDecoderLayer)]
-
-        def block(dtype: torch.dtype) -> torch.Tensor:
-            layer = layers[1].to("cuda").to(dtype)
-            for gate in (layer.post_feedforward_residual_gate, layer.mlp.gate):
-                gate.float()
-            stream = rows.to(dtype)[None]
-            update = layer.post_feedforward_layernorm(layer.mlp(layer.pre_feedforward_layernorm(stream)))
-            return layer.post_feedforward_residual_gate(stream, update)[0].float()
-
-        model16 = block(torch.bfloat16)
-        reference = block(torch.float32)
+        layer = model.model.language_model.layers[1].to("cuda")
+        model16, reference = block_in(layer, torch.bfloat16, rows), block_in(layer, torch.float32, rows)
         # where a score's rounding changes an expert, the block computes something else: those tokens say nothing here
         env = {**made.env, made.input_name: rows}
         ids = [evaluate(made.graph, env, d)["routes.ids"].sort(1).values for d in (torch.float32, torch.bfloat16)]

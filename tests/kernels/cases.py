@@ -269,7 +269,10 @@ def _arithmetic() -> Data:
 
 
 def _exponential() -> Data:
-    """CUDA programming guide, intrinsic functions: __expf is good to 2 + floor(abs(1.173 x)) ulp."""
+    """CUDA programming guide, intrinsic functions: __expf is good to 2 + floor(abs(1.173 x)) ulp of the rounded result.
+
+    Half an ulp more against the exact one: an H200 was seen at 2.02 where the guide says 2.
+    """
     rng = np.random.default_rng(10)
     wide, near = rng.uniform(-110, 95, ELEMENTS // 2), rng.standard_normal(ELEMENTS)
     x = _f32(np.concatenate([SPECIAL, _bits(wide), _bits(near)])[:ELEMENTS])
@@ -277,7 +280,7 @@ def _exponential() -> Data:
         x[np.abs(x - 88.72284) < 0.01] = 0.5  # either side of the largest number
         real = x.astype(np.float64)
         want = _overflowing(np.exp(real))
-        bound = 2 + np.floor(np.abs(1.173 * real))
+        bound = 2.5 + np.floor(np.abs(1.173 * real))
     unit = _ulp(want)
     return Data((_bits(x),), want, unit=unit, bound=np.where(np.isfinite(bound), bound, 0))
 

@@ -85,6 +85,9 @@ void collective(Collective what, u32 mask, const u32* in, u32 n_in, u32* out, u3
 void still_waiting(bool has, u32 edge, u32 slot, u32 phase, Site at);
 void set_step(u32 step);
 
+// A vote on this value is to prove that loads were used: it must depend on what the warp has read.
+void consume(u32 bits, Site at);
+
 u64 nanoseconds();
 u32 sm_number();
 

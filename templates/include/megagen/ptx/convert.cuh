@@ -25,6 +25,9 @@ MEGAGEN_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     return v;
 }
 
+// False, which only the value can tell: a vote on it waits for every load that the value was computed from.
+MEGAGEN_DEVICE bool never_true(float value) { return __float_as_uint(value) == 0x7fb00b1eu; }
+
 // No instruction: packed pairs become fresh values to the compiler, which would otherwise keep both halves unpacked
 // from the first pass over a row to the second, in twice the registers.
 MEGAGEN_DEVICE void keep_packed(u32& pair) { asm volatile("" : "+r"(pair)); }

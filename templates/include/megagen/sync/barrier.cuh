@@ -1,6 +1,7 @@
 // Families of mbarriers: B gives kOffset (into dynamic shared memory), kSlots, kCount and kIndex (hang records).
 #pragma once
 
+#include <megagen/ptx/convert.cuh>
 #include <megagen/ptx/mbarrier.cuh>
 #include <megagen/sync/wait.cuh>
 
@@ -36,7 +37,7 @@ struct Barrier {
     // lane arrives.
     template <class Ctx>
     MEGAGEN_DEVICE void arrive_consumed(const Ctx& ctx, u32 slot, float consumed) {
-        const u32 leader = __any_sync(kFullMask, __float_as_uint(consumed) == 0x7fb00b1eu) ? 1 : 0;
+        const u32 leader = __any_sync(kFullMask, ptx::never_true(consumed)) ? 1 : 0;
         if (ctx.lane == leader) ptx::mbarrier_arrive(address(ctx, slot));
     }
 };

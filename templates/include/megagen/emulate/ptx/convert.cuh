@@ -41,6 +41,11 @@ MEGAGEN_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     return v;
 }
 
+MEGAGEN_DEVICE bool never_true(float value, emulate::Site at = emulate::Site::current()) {
+    emulate::consume(__float_as_uint(value), at);
+    return false;
+}
+
 MEGAGEN_DEVICE void keep_packed(u32&) {}
 
 MEGAGEN_DEVICE void keep_packed(uint4&) {}

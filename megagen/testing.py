@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from megagen.bench.emulation import Emulation, Weights
     from megagen.bench.verify import Check, Verifier
     from megagen.cli.pipeline import Checked
+    from megagen.emulate.engine import Expire
     from megagen.ir.plan import Plan
     from megagen.runtime.emulated import World
 
@@ -96,7 +97,7 @@ def emulate(emulated_kernels: Kernels) -> Iterator[Callable[..., Kernel]]:
         seed: int = 0,
         size: str = "tiny",
         race: bool = False,
-        expire: bool = False,
+        expire: Expire | bool = False,
         machine: str | None = None,
         tokens: int = 16,
         choices: Mapping[str, str] | None = None,

@@ -10,6 +10,7 @@ from typing import Self
 
 from megagen.bench.routes import routes
 from megagen.bench.verify import Check, Env, Values, Verifier, worst
+from megagen.emulate.engine import Expire
 from megagen.errors import DeviceError, MegagenError
 from megagen.ir.graph import Graph
 from megagen.ir.plan import Plan
@@ -59,7 +60,7 @@ class Emulation:
         seed: int = 0,
         *,
         race: bool = False,
-        expire: bool = False,
+        expire: Expire | bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> World:
         """A fresh one, in which nothing is bound."""

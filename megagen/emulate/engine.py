@@ -29,6 +29,14 @@ class Kind(IntEnum):
     OUTPUT = 2
 
 
+class Expire(IntEnum):
+    """When bounded waits expire, on the device's clock."""
+
+    NEVER = 0  # a deadlock is reported instead
+    STUCK = 1  # when nothing else can happen
+    ANY = 2  # from some moment on that the seed picks, whatever goes on
+
+
 class _Config(ctypes.Structure):
     """``megagen_emulator_config`` (include/megagen/emulate/abi.hpp)."""
 
@@ -90,9 +98,9 @@ class _Handle:
 class Engine:
     """An engine over the library that :func:`megagen.emulate.build.compile_library` made.
 
-    ``arena_bytes`` bounds the sum of all allocations. ``race``: report accesses that nothing orders. ``expire``:
-    instead of a deadlock's report, time passes until bounded waits expire. ``seed`` picks the interleaving; the same
-    one repeats it. ``plan`` gives errors their names. Use it in one thread at a time. Raises DeviceError when the
+    ``arena_bytes`` bounds the sum of all allocations. ``race``: report accesses that nothing orders. ``expire``
+    (:class:`Expire`; True is STUCK): instead of a deadlock's report, time passes until bounded waits expire. ``seed``
+    picks the interleaving; the same one repeats it. ``plan`` gives errors their names. Use it in one thread at a time. Raises DeviceError when the
     library cannot be loaded or there is no memory. Buffers outlive :meth:`close`.
     """
 
@@ -103,7 +111,7 @@ class Engine:
         arena_bytes: int,
         seed: int = 0,
         race: bool = False,
-        expire: bool = False,
+        expire: Expire | bool = False,
         plan: Plan | None = None,
     ) -> None:
         self.seed, self.plan = seed, plan

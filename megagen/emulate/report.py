@@ -27,7 +27,7 @@ class Thread(Record):
     rank: int
     launch: int
     block: int
-    warp: int
+    warp: int | None
     lane: int | None = None
     step: int = NO_STEP
     file: str = ""
@@ -102,6 +102,8 @@ def error(plan: Plan | None, report: Report) -> EmulationError:
     who, place = report.who, report.place
     doer = _step(names, who.step) if who else ""
     text = f"{doer} {report.message}" if doer else report.message
+    if who is None and report.other is not None and report.other.step != NO_STEP:
+        text += f", begun by {_step(names, report.other.step)}"
     if place is not None:
         text += f": {_place(names, place)}"
     notes: list[tuple[str, Loc | None]] = []
@@ -122,14 +124,17 @@ def error(plan: Plan | None, report: Report) -> EmulationError:
 
 
 def _deadlock(names: Names, report: Report) -> EmulationError:
-    """The wait for what comes first in the flow of data leads: the others are mostly its consequences."""
+    """A wait that no other explains leads; of several the one for what comes first in the flow of data."""
 
     # Lanes that wait for the others of their warp say nothing where those wait for an edge.
     edged = {w.place for w in report.waiting if w.edge is not None}
     told = [w for w in report.waiting if w.edge is not None or w.place not in edged]
 
-    def order(w: Waiting) -> tuple[bool, int, int, int, int]:
-        return (w.edge is None, names.order(-1 if w.edge is None else w.edge), w.rank, w.block, w.warp)
+    causes = _causes(names, told)
+
+    def order(w: Waiting) -> tuple[bool, bool, int, int, int, int]:
+        edge = -1 if w.edge is None else w.edge
+        return (w.edge is None, edge not in causes, names.order(edge), w.rank, w.block, w.warp)
 
     groups: dict[tuple[str, str, int | None], list[Waiting]] = {}
     for w in sorted(told, key=order):
@@ -153,6 +158,28 @@ def _deadlock(names: Names, report: Report) -> EmulationError:
         loc=names.loc(first.step, first.edge),
         notes=tuple(notes),
     )
+
+
+def _causes(names: Names, waiting: Sequence[Waiting]) -> set[int]:
+    """The edges waited for whose own makers wait for nothing else, or for each other: what stands still because of
+    nothing outside of it."""
+    awaited = {w.edge for w in waiting if w.edge is not None}
+    behind: dict[int, set[int]] = {edge: set() for edge in awaited}  # what must come before it can
+    for w in waiting:
+        if w.edge is not None:
+            for edge in awaited & names.still_to_produce(w.step) - {w.edge}:
+                behind[edge].add(w.edge)
+
+    def reach(edge: int) -> set[int]:
+        found, todo = set[int](), [edge]
+        while todo:
+            new = behind[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
+    reached = {edge: reach(edge) for edge in awaited}
+    return {edge for edge in awaited if all(edge in reached[other] for other in reached[edge])}
 
 
 def _group(step: str, awaited: str, phase: int | None, found: Sequence[Waiting]) -> str:
@@ -179,8 +206,10 @@ def _step(names: Names, step: int) -> str:
 
 
 def _where(who: Thread) -> str:
-    text = f"rank {who.rank}, launch {who.launch}, block {who.block}, warp {who.warp}"
-    if who.lane is not None:
+    text = f"rank {who.rank}, launch {who.launch}, block {who.block}"
+    if who.warp is not None:
+        text += f", warp {who.warp}"
+    if who.warp is not None and who.lane is not None:
         text += f", lane {who.lane}"
     if who.file:
         name = re.search(r"(\w+)\(", who.function)  # of all that a compiler says of a function

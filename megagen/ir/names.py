@@ -44,6 +44,21 @@ class Names:
         """Where an edge stands in the flow of data; unknown ones last."""
         return self._order.get(index, len(self._order))
 
+    def still_to_produce(self, step: int) -> set[int]:
+        """The edges that a warp that is in ``step`` may yet signal or write to: it or a later step of its program does."""
+        for kernel in self.plan.kernels if self.plan else ():
+            for program in kernel.programs:
+                at = next((i for i, s in enumerate(program.steps) if s.index == step), None)
+                if at is not None:
+                    return set().union(*(self._signalled(s) for s in program.steps[at:]))
+        return set()
+
+    def _signalled(self, step: StepPlan) -> set[int]:
+        assert self.plan is not None
+        written = {self.plan.channel(name).index for name in step.writes}
+        signals = {u.barrier for u in step.barriers if u.action != "wait"}
+        return written | {b.index for b in self.plan.barriers if b.name in signals}
+
     def loc(self, step: int, edge: int | None = None) -> Loc | None:
         """The schedule's line of the step, else of the edge."""
         found = self._steps.get(step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from megagen.emulate.engine import ALIGNMENT, Engine, Geometry, Kind
+from megagen.emulate.engine import ALIGNMENT, Engine, Expire, Geometry, Kind
 from megagen.emulate.report import HEAP
 from megagen.errors import DeviceError, EmulationError
 from megagen.ir.plan import Plan
@@ -103,7 +103,7 @@ class World:
     ``library`` is what :func:`megagen.emulate.build.compile_library` made of the Plan's text. ``seed`` picks the
     interleaving of warps, blocks, ranks and messages. ``race``: report accesses that nothing orders. ``expire``: a
     deadlock becomes a HangError from the ranks' hang records, as on a GPU, instead of an EmulationError that lists
-    all waiting warps. ``layers``: how many layers' tensors there must be room for. Raises DeviceError.
+    all waiting warps; with Expire.ANY waits expire in a healthy launch too. ``layers``: how many layers' tensors there must be room for. Raises DeviceError.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class World:
         live: int | None = None,
         seed: int = 0,
         race: bool = False,
-        expire: bool = False,
+        expire: Expire | bool = False,
         overrides: bool = True,
         timeout_ms: int = 2000,
         layers: int = LAYERS,

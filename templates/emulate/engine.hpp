@@ -51,10 +51,18 @@ struct Watch {
     std::vector<std::pair<Thread*, u64>> sleepers; // and the ticket of their sleep
 };
 
-// Memory of a word that device code may write, by what was done to it last.
+// Of a word that device code may write: the accesses that later ones must be compared with. Where one of each kind is
+// not enough, because the last does not come after all others or is of another strength, there are more; sorted by
+// agent.
 struct Shadow {
     Access write, read;
-    std::vector<Access>* more = nullptr; // readers besides
+    std::vector<Access>*more_writes = nullptr, *more_reads = nullptr;
+
+    void clear() {
+        delete more_writes;
+        delete more_reads;
+        *this = Shadow();
+    }
 };
 
 enum Validity : u8 { kBytes = 15, kBarrier = 32, kPending = 64 };
@@ -65,14 +73,13 @@ struct Allocation {
     u64 bytes;
     u32 rank;
     u32 kind;
-    std::vector<u8> valid;      // a word: which of its bytes hold something, kPending
-    std::vector<Shadow> shadow; // a word, with race checks
-    std::vector<ClockRef> tags; // a word: what a fence of its writer released; empty until there is one
-    const Allocation* owner = nullptr;
+    std::vector<u8> valid;        // a word: which of its bytes hold something, kPending
+    std::vector<Shadow> shadow;   // a word, with race checks
+    std::vector<ReleaseRef> tags; // a word: what the store released that is there; empty until there is one
 };
 
 struct Event {
-    enum What : u8 { kNothing, kStore, kRmw, kPiece, kStoreAsync, kArrive, kBulkStore } what = kNothing;
+    enum What : u8 { kNothing, kStore, kRmw, kPiece, kStoreAsync, kArrive, kBulkStore, kBegin } what = kNothing;
     Rmw op = Rmw::kAdd;
     u32 value = 0, compare = 0;
     u64 address = 0; // global: host address; else shared-window address
@@ -83,15 +90,19 @@ struct Event {
     Block* block = nullptr;
     Allocation* allocation = nullptr;
     Access access;
-    ClockRef released, fenced;
-    u64 number = 0; // tells the events of one slot apart
+    ReleaseRef released, launched;
+    std::vector<ReleaseRef> fenced;
+    std::unique_ptr<u8[]> data; // of a bulk store whose source has been read
+    bool remote = false;        // signals from another block
+    u64 number = 0;             // tells the events of one slot apart
     Site at;
 };
 
 struct BulkGroup {
     std::vector<std::pair<u32, u64>> stores; // event and its number
     u32 serial = 0;                          // of its last store
-    bool read_waited = false;
+    bool read = false;                       // someone waited until its sources were read
+    Site at;                                 // of its last store
 };
 
 struct Wait { // of a thread, for reports
@@ -105,36 +116,44 @@ struct Thread {
     Warp* warp;
     u32 lane, index;
     u32 step = kNoStep;
-    u64 cluster_phase = 0; // the one that this thread's last arrival belongs to
+    u64 cluster_phase = 0;        // the one that this thread's last arrival belongs to
+    bool cluster_arrived = false; // and has not waited since
     Wait wait;
-    ClockRef fenced;                // what its relaxed stores release: all before its last fence
-    std::vector<ClockRef> observed; // by its relaxed loads; its next fence acquires them
-    std::vector<BulkGroup> groups;  // of bulk stores, oldest first; the last one is open
+    Wait barrier; // that it comes to together with its warp
+    // What its relaxed stores release: all before the launch it has waited for, and before its last fences by scope.
+    ReleaseRef launched;
+    std::vector<ReleaseRef> fenced;
+    std::vector<ReleaseRef> observed; // by its relaxed loads; its next fence acquires them
+    std::vector<BulkGroup> groups;    // of bulk stores, oldest first; the last one is open
     u32 bulk_serial = 0;
-    u16 bulk_agent = kNobody;
+    u32 bulk_agent = kNobody;
     std::vector<std::pair<Watch*, u32>> polled; // since it last went round a polling loop, and the version it saw
     bool polled_much = false;
     u64 ticket = 0; // of its sleep, 0 when it is awake
 };
 
 struct Acquired {
-    ClockRef clock;
+    ReleaseRef from;
     u32 lanes;
+};
+
+struct Gathering {
+    Collective what;
+    u32 mask, arrived;
+    Site site;
+    Clock released; // of a __syncwarp of some lanes
 };
 
 struct Warp {
     Block* block;
     u32 index; // in its block
-    u16 agent;
+    u32 agent;
     Thread* threads[32] = {};
-    u32 live = 0;    // lanes that have not left the kernel
-    u32 ready = 0;   // lanes that can run
-    u32 arrived = 0; // lanes at the warp-wide operation
-    u32 asleep = 0;  // lanes in a polling loop, until something that was read changes
-    u32 blocked = 0; // lanes at a barrier of the block, the cluster or the grid
-    Collective what{};
-    u32 mask = 0;
-    Site site;
+    u32 live = 0;                      // lanes that have not left the kernel
+    u32 ready = 0;                     // lanes that can run
+    u32 asleep = 0;                    // lanes in a polling loop, until something that was read changes
+    u32 blocked = 0;                   // lanes at a barrier of the block, the cluster or the grid
+    std::vector<Gathering> gatherings; // of lanes at warp-wide operations; their masks have no lane in common
     u32 in[32][10], out[32][4];
     u32 priority = 0;
     i64 fuel = 0;
@@ -142,8 +161,10 @@ struct Warp {
     // Since the last hand-over of something read: the values it was to depend on, and those that were voted on.
     u64 read_values = 0, mma_values = 0, voted_values = 0, last_read = 0, last_voted = 0;
     bool multiplied = false;
+    bool dull = false; // something read, or an MMA's results, was the same in all lanes: no evidence
+    u32 consuming = 0; // lanes that have named the value that the next vote is on
     u32 voters = 0, same_votes = 0, voted_step = kNoStep;
-    u32 began = 1, time = 1, synced = 1, exchanged = 1;
+    u32 time = 1, synced = 1, consumed = 1;
     Clock clock;
     std::vector<Acquired> acquired;
 };
@@ -154,11 +175,16 @@ struct Barrier { // an mbarrier
     i64 tx = 0;
     u64 phase = 0;
     u64 expected = 0, issued = 0; // bytes in this phase
-    u16 agent = kNobody;
-    u32 base = 0; // agent's time at phase 0
+    u64 landed = 0;               // of them
+    u64 copied = 0, seen = 0;     // phases, from one: the last with copies, the last that a wait saw complete
+    u32 agent = kNobody, remote_agent = kNobody; // of bulk copies; of what other blocks store
+    u32 base = 0;                                // the agents' time at phase 0
     Clock arrived, remote;
-    ClockRef done, done_remote; // of the phase before; null: nothing to learn
-    Site at;
+    ReleaseRef done, done_remote; // of the phase before; null: nothing to learn
+    Access copier;                // the last to issue a copy, for reports
+    Access made;                  // its initialisation
+    u32 maker = 0;                // the thread
+    bool fenced = false;          // by fence.mbarrier_init
 };
 
 struct Meeting { // a named barrier, or the cluster's
@@ -167,13 +193,12 @@ struct Meeting { // a named barrier, or the cluster's
     u64 phase = 0;
     Clock released;
     std::vector<Thread*> waiting;
-    ClockRef done;
+    ReleaseRef done;
 };
 
 struct Cluster {
     std::vector<Block*> blocks;
     Meeting barrier;
-    u32 left = 0; // blocks that have not ended
 };
 
 struct Block {
@@ -187,6 +212,7 @@ struct Block {
     bool ended = false;
     u32 copies = 0; // under way into this block
     std::vector<Warp> warps;
+    std::vector<u32> began; // each warp's first time, for reports: it outlives the warps
     std::vector<u8> shared, valid;
     std::vector<Shadow> shadow;
     std::unordered_map<u32, Barrier> barriers; // by offset
@@ -201,9 +227,9 @@ struct Launch {
     bool pdl;
     u32 started = 0, ended = 0, triggered = 0;
     bool complete = false;
-    Clock all;                     // of its warps as they end
-    ClockRef queued, before, done; // known to the host when it queued it; at its start; at its end
-    std::vector<Thread*> waiting;  // for this launch to complete
+    Clock all;                       // of its warps as they end
+    ReleaseRef queued, before, done; // known to the host when it queued it; at its start; at its end
+    std::vector<Thread*> waiting;    // for this launch to complete
     std::deque<Block> running;
     std::deque<Cluster> clusters;
 };
@@ -218,7 +244,8 @@ struct Rank {
 
 struct FenceEvent { // of the async proxy
     Access access;
-    ClockRef before;
+    Clock before;
+    bool global; // whose memory
 };
 
 struct Failure {
@@ -247,26 +274,30 @@ struct Engine {
     u64 occupied[kHorizon / 64] = {}; // which buckets hold something
     std::vector<u32> late;            // events that wait until little else can happen
     u32 outstanding = 0;
-    std::unordered_map<u64, u32> pending;         // word -> event of the store that is under way to it
-    std::unordered_map<u64, ClockRef> sync_words; // words that released something
+    std::unordered_map<u64, u32> pending;                        // word -> event of the store that is under way to it
+    std::unordered_map<u64, std::vector<ReleaseRef>> sync_words; // words that released something
     std::deque<FenceEvent> proxy_fences;
     std::vector<Warp*> runnable;
-    std::unordered_map<u64, u16> agents;
+    std::unordered_map<u64, u32> agents;
     std::vector<u32> agent_times;
     std::vector<u8*> stacks, free_stacks;
     void* host_sp = nullptr;
-    Warp* current = nullptr;
     bool failed = false;
     Failure failure;
     std::string statistics;
-    Clock completed;                           // everything that completed launches did
-    ClockRef host = std::make_shared<Clock>(); // as of the last time that the host waited for it
+    Clock completed; // everything that completed launches did
+    ReleaseRef host =
+        std::make_shared<Release>(Release{{}, Scope::kSys, 0, 0, 0}); // as of the last time that the host waited for it
     // The adversary's manners, drawn from the seed.
     u32 tournament = 1;
     u32 fuel = 0;
     u32 weights[4] = {1, 1, 1, 1}; // of effects that come at once, soon, later, last
     u32 pieces = 4;
-    u64 changes = 0, seen_changes = 0, idle_since = 0;
+    u64 changes = 0, seen_changes = 0; // of anything that a thread could wait for
+    u64 spent = 0, idle_since = 0;     // accesses so far; those at the last change seen
+    u64 slices_idle = 0;
+    u64 give_up_at = 0; // with expire 2: the slice from which on no wait has patience
+    u32 slow_rank = kAll, spare_sms = 0;
     struct {
         u64 slices = 0, switches = 0, events = 0, mma = 0, loads = 0, stores = 0, bulk_bytes = 0, meetings = 0,
             sleeps = 0, launches = 0;
@@ -282,7 +313,8 @@ struct Engine {
     void remove_runnable(Warp& warp);
     void rouse(Thread& thread);
     void wake(Watch& watch);
-    u16 agent(u64 key);
+    u32 agent(u64 key);
+    void pass_time(u64 ticks);
     [[noreturn]] void leave(Thread& thread);
 
     // memory.cpp
@@ -295,11 +327,13 @@ struct Engine {
     bool deliver_any();
     void touch(u64 address);
     // By place, not by address: the same seed must do the same in every process.
-    Watch& watch(u64 address) { return watches[((address - reinterpret_cast<u64>(arena)) >> 6) * 0x9e3779b97f4a7c15ull >> 50]; }
+    Watch& watch(u64 address) {
+        return watches[((address - reinterpret_cast<u64>(arena)) >> 6) * 0x9e3779b97f4a7c15ull >> 50];
+    }
     Watch& watch(const Block& block, u32 offset) {
         return watches[((block.serial << 18) + offset + 1) * 0x9e3779b97f4a7c15ull >> 50];
     }
-    void complete_tx(Block& block, u32 bar, u64 phase, u32 bytes, bool remote, const Event& event);
+    void complete_tx(Block& block, u32 bar, u64 phase, u32 bytes, const Event& event);
     void advance(Barrier& barrier, Block& block, u32 offset);
 
     // report.cpp
@@ -326,15 +360,20 @@ void spend_fuel(Thread* t);
 bool ordered(const Thread* t, const Access& e);
 Access access_of(Thread* t, Scope scope, bool is_read, Site at);
 Clock released_by(Thread* t);
-void acquire(Thread* t, const ClockRef& clock);
+ReleaseRef release(Thread* t, Scope scope);
+// What `from` released comes before what the thread does next, if scopes allow.
+void acquire(Thread* t, const ReleaseRef& from, Scope scope);
 void settle_acquired(Warp& warp, bool everything);
+void complete(Warp& warp, u32 gathering);
 void finish(Engine& e, Meeting& meeting);
+void finish_cluster(Engine& e, Cluster& cluster); // if all its live threads have arrived
 // Two launches of a rank can overlap, so their warps must not be one agent.
 inline u64 agent_key(const Block& b, u32 what) {
     return static_cast<u64>(b.launch->rank) << 56 | static_cast<u64>(b.launch->number & 1) << 55 |
            static_cast<u64>(b.index) << 32 | what;
 }
-constexpr u32 kBarrierAgent = 1u << 24, kBulkAgent = 1u << 25; // in `what`, beside an offset or a thread
+constexpr u32 kBarrierAgent = 1u << 24, kRemoteAgent = 1u << 25,
+              kBulkAgent = 1u << 26; // in `what`, beside an offset or a thread
 u32 pack_site(Site at);
 Site unpack_site(u32 packed);
 

@@ -101,8 +101,8 @@ u32 with_specials(const float* a, u32 a_stride, const float* b, u32 b_stride, u3
 }
 
 // Fragments as PTX lays them out: lane = 4 g + t holds rows g and g + 8 of A and D, columns 2 t and 2 t + 1 of D.
-void mma(Warp& w) {
-    const bool bf16 = w.what == Collective::kMmaBf16;
+void mma(Warp& w, Collective what) {
+    const bool bf16 = what == Collective::kMmaBf16;
     const int depth = bf16 ? 16 : 8, fraction = bf16 ? 7 : 10;
     Operands a, b; // b: [k][column]
     u32 d[16][8], before[16][8];
@@ -146,13 +146,16 @@ void mma(Warp& w) {
         for (u32 row = 0; row < 16; ++row)
             for (u32 n = 0; n < 8; ++n)
                 d[row][n] = with_specials(wide_a[row], 1, &wide_b[0][n], 8, before[row][n], depth, d[row][n]);
+    u32 differ = 0;
     for (u32 lane = 0; lane < 32; ++lane) {
         const u32 g = lane / 4, t = lane % 4;
         for (u32 i = 0; i < 4; ++i) {
             w.out[lane][i] = d[g + i / 2 * 8][2 * t + i % 2];
             w.mma_values = (w.mma_values + w.out[lane][i]) * 0x9e3779b97f4a7c15ull;
+            differ |= (w.out[lane][i] != w.out[0][i]) << i;
         }
     }
+    w.dull |= differ != 15; // a column of zeros: its sums stay the same whatever the weights
 }
 
 // ldmatrix: lane 8 m + r brought row r of matrix m, 16 bytes, and the number of matrices and whether to transpose.
@@ -170,16 +173,16 @@ void matrices(Warp& w) {
     }
 }
 
-void compute(Warp& w) {
-    const u32 mask = w.mask;
+void compute(Warp& w, const Gathering& g) {
     u32 any = 0, all = 1, ballot = 0, most = 0, least = ~0u, sum = 0;
-    switch (w.what) {
+    switch (g.what) {
     case Collective::kSync:
     case Collective::kRegisters:
+    case Collective::kBarrier:
         return;
     case Collective::kMmaBf16:
     case Collective::kMmaTf32:
-        mma(w);
+        mma(w, g.what);
         return;
     case Collective::kMatrix:
         matrices(w);
@@ -188,18 +191,18 @@ void compute(Warp& w) {
         break;
     }
     for (u32 lane = 0; lane < 32; ++lane) {
-        if (!(mask >> lane & 1)) continue;
+        if (!(g.mask >> lane & 1)) continue;
         const u32 v = w.in[lane][0];
         any |= v != 0, all &= v != 0, ballot |= (v != 0) << lane;
         most = std::max(most, v), least = std::min(least, v), sum += v;
     }
     for (u32 lane = 0; lane < 32; ++lane) {
-        if (!(mask >> lane & 1)) continue;
-        const u32 by = w.in[lane][1];
+        if (!(g.mask >> lane & 1)) continue;
+        const u32 by = w.in[lane][1] % 32;
         u32 from = lane, v = 0;
-        switch (w.what) {
+        switch (g.what) {
         case Collective::kShuffle:
-            from = by % 32;
+            from = by;
             break;
         case Collective::kShuffleUp:
             from = lane >= by ? lane - by : lane;
@@ -208,7 +211,7 @@ void compute(Warp& w) {
             from = lane + by < 32 ? lane + by : lane;
             break;
         case Collective::kShuffleXor:
-            from = (lane ^ by) < 32 ? lane ^ by : lane;
+            from = lane ^ by;
             break;
         case Collective::kAny:
             v = any;
@@ -231,9 +234,9 @@ void compute(Warp& w) {
         default:
             break;
         }
-        const bool shuffle = w.what <= Collective::kShuffleXor;
-        if (shuffle && !(mask >> from & 1))
-            w.block->engine->fail("diverged", "a lane shuffles with one that takes no part", w.threads[lane], w.site);
+        const bool shuffle = g.what <= Collective::kShuffleXor && g.what >= Collective::kShuffle;
+        if (shuffle && !(g.mask >> from & 1))
+            w.block->engine->fail("diverged", "shuffles with a lane that takes no part", w.threads[lane], g.site);
         w.out[lane][0] = shuffle ? w.in[from][0] : v;
     }
 }
@@ -249,6 +252,8 @@ const char* name_of(Collective what) {
         return "ldmatrix";
     case Collective::kRegisters:
         return "setmaxnreg";
+    case Collective::kBarrier:
+        return "a barrier";
     case Collective::kAny:
     case Collective::kAll:
     case Collective::kBallot:
@@ -264,96 +269,114 @@ const char* name_of(Collective what) {
 
 } // namespace
 
+// All lanes are there.
+void complete(Warp& w, u32 index) {
+    Gathering g = std::move(w.gatherings[index]);
+    w.gatherings.erase(w.gatherings.begin() + index);
+    Engine& e = *w.block->engine;
+    compute(w, g);
+    ++e.count.meetings;
+    if (g.what == Collective::kSync && (g.mask & w.live) != w.live) {
+        auto all = std::make_shared<Release>(Release{std::move(g.released), Scope::kSys, 0, 0, 0});
+        for (u32 lanes = g.mask; lanes; lanes &= lanes - 1) acquire(w.threads[__builtin_ctz(lanes)], all, Scope::kSys);
+    } else if (g.what == Collective::kSync) {
+        w.synced = ++w.time;
+        settle_acquired(w, true);
+    } else if (g.what <= Collective::kBallot && g.what >= Collective::kAny) {
+        // A vote on values that depend on loads waits for the loads; other exchanges order no memory.
+        if ((w.consuming & w.live) == w.live) w.consumed = ++w.time;
+        w.consuming = 0;
+    } else {
+        e.count.mma += g.what == Collective::kMmaBf16 || g.what == Collective::kMmaTf32;
+    }
+    for (u32 lanes = g.mask; lanes; lanes &= lanes - 1) w.threads[__builtin_ctz(lanes)]->wait.what = nullptr;
+    e.make_ready(w, g.mask);
+}
+
 void collective(Collective what, u32 mask, const u32* in, u32 n_in, u32* out, u32 n_out, Site at) {
     Thread* t = self();
     Warp& w = *t->warp;
     Engine& e = engine_of(t);
     const u32 bit = 1u << t->lane;
-    if (w.arrived) {
-        if (w.what != what || w.mask != mask || w.site.line() != at.line() || w.site.file_name() != at.file_name()) {
+    if (!(mask & bit) || mask & ~w.live)
+        e.fail("diverged",
+               "brings a mask to a warp-wide operation that lacks the lane itself, or has lanes that have left", t, at);
+    Gathering* mine = nullptr;
+    for (Gathering& g : w.gatherings) {
+        if (g.mask != mask) continue; // some lanes may be at an operation of their own first
+        if (g.what != what || g.site.line() != at.line() || g.site.file_name() != at.file_name()) {
             char text[300];
             std::snprintf(text, sizeof text, "comes to %s while lanes 0x%x of its warp wait for it at %s (%s:%u)",
-                          name_of(what), w.arrived, name_of(w.what), w.site.file_name(), w.site.line());
+                          name_of(what), g.arrived, name_of(g.what), g.site.file_name(), g.site.line());
             e.fail("diverged", text, t, at);
         }
-    } else {
-        if (!(mask & bit) || mask & ~w.live)
-            e.fail("diverged", "the mask of a warp-wide operation lacks the lane itself, or names lanes that have left",
-                   t, at);
-        w.what = what;
-        w.mask = mask;
-        w.site = at;
+        mine = &g;
     }
+    if (!mine) mine = &w.gatherings.emplace_back(Gathering{what, mask, 0, at, {}});
+    const bool some = what == Collective::kSync && (mask & w.live) != w.live;
+    if (some) mine->released.join(released_by(t));
     std::memcpy(w.in[t->lane], in, 4 * n_in);
-    w.arrived |= bit;
-    if (w.arrived != mask) {
-        t->wait = {name_of(what), kAll, 0, 0, at};
+    mine->arrived |= bit;
+    if (mine->arrived != mask) {
+        t->wait = what == Collective::kBarrier ? t->barrier : Wait{name_of(what), kAll, 0, 0, at};
         w.ready &= ~bit;
         yield();
     } else {
-        compute(w);
-        w.arrived = 0;
-        ++e.count.meetings;
-        if (what == Collective::kSync) {
-            if ((mask & w.live) == w.live) {
-                w.synced = ++w.time;
-                settle_acquired(w, true);
-            }
-        } else if (what <= Collective::kAdd) {
-            if ((mask & w.live) == w.live) w.exchanged = ++w.time;
-        } else {
-            e.count.mma += what == Collective::kMmaBf16 || what == Collective::kMmaTf32;
-        }
-        e.make_ready(w, mask);
+        complete(w, static_cast<u32>(mine - w.gatherings.data()));
         spend_fuel(t);
     }
     std::memcpy(out, w.out[t->lane], 4 * n_out);
 }
 
-// A constant proves nothing: if what was read (or, where there were MMAs, their results) differs from one hand-over to the
-// next and the value does not, in any lane, it does not depend on it.
+// A constant proves nothing: if what was read (or, where there were MMAs, their results) differs from one hand-over to
+// the next and the value does not, in any lane, it does not depend on it.
 void consume(u32 bits, Site at) {
     Thread* t = self();
     Warp& w = *t->warp;
     w.voted_values += (bits + 1ull) * (t->lane * 2 + 1) * 0x9e3779b97f4a7c15ull;
+    w.consuming |= 1u << t->lane;
     w.voters |= 1u << t->lane;
     if (w.voters != w.live) return;
     const u64 read = w.multiplied ? w.mma_values : w.read_values;
-    const bool same = w.voted_step == t->step && w.voted_values == w.last_voted && read != w.last_read;
+    const bool same = !w.dull && w.voted_step == t->step && w.voted_values == w.last_voted && read != w.last_read;
     w.same_votes = same ? w.same_votes + 1 : 0;
     w.last_voted = w.voted_values;
     w.last_read = read;
     w.voted_step = t->step;
     w.voted_values = w.read_values = w.mma_values = 0;
     w.voters = 0;
-    w.multiplied = false;
+    w.multiplied = w.dull = false;
     if (w.same_votes == 3)
-        engine_of(t).fail("overwritten",
-                          "hands memory back by a vote on a value that does not depend on what was read from it: it stayed the "
-                          "same while that changed",
-                          t, at);
+        engine_of(t).fail(
+            "overwritten",
+            "hands memory back by a vote on a value that does not depend on what was read from it: it stayed the "
+            "same while that changed",
+            t, at);
 }
 
 // -- barriers of a block ----------------------------------------------------------------------------------------------
 
+// All are there: those who wait go on, after everything that anyone released here.
 void finish(Engine& e, Meeting& m) {
-    m.done = std::make_shared<Clock>(std::move(m.released));
+    m.done = std::make_shared<Release>(Release{std::move(m.released), Scope::kSys, 0, 0, 0});
     m.released = Clock();
     m.arrived = 0;
     ++m.phase;
     ++e.changes;
     std::vector<Thread*> waiting;
     waiting.swap(m.waiting);
-    const Warp* last = nullptr;
     for (Thread* t : waiting) {
-        Warp& w = *t->warp;
-        if (&w != last) w.synced = w.exchanged = ++w.time;
-        last = &w;
         t->wait.what = nullptr;
-        w.blocked &= ~(1u << t->lane);
-        acquire(t, m.done);
-        e.make_ready(w, 1u << t->lane);
+        t->warp->blocked &= ~(1u << t->lane);
+        acquire(t, m.done, Scope::kSys);
+        e.make_ready(*t->warp, 1u << t->lane);
     }
+}
+
+void finish_cluster(Engine& e, Cluster& c) {
+    u32 live = 0;
+    for (const Block* b : c.blocks) live += b->live_threads;
+    if (live && c.barrier.arrived == live && c.blocks.size() == c.blocks[0]->launch->cluster) finish(e, c.barrier);
 }
 
 namespace {
@@ -365,9 +388,15 @@ void block_thread(Thread* t, Meeting& m, const char* what, u32 slot, Site at) {
     t->warp->ready &= ~(1u << t->lane);
 }
 
+// Warps come to a barrier as a whole: bar and barrier.cluster are "aligned".
+void come_together(Thread* t, const char* what, u32 slot, u64 phase, Site at) {
+    t->barrier = {what, kAll, slot, static_cast<u32>(phase), at};
+    collective(Collective::kBarrier, t->warp->live, nullptr, 0, nullptr, 0, at);
+}
+
 void meet(u32 id, u32 threads, bool waits, const char* what, Site at) {
     Thread* t = self();
-    spend_fuel(t);
+    come_together(t, what, id, id < 16 ? block_of(t).named[id].phase : 0, at);
     Engine& e = engine_of(t);
     Block& b = block_of(t);
     if (id >= 16 || threads % 32 || threads == 0 || threads > (b.launch->threads + 31) / 32 * 32)
@@ -394,31 +423,32 @@ void named_arrive(u32 id, u32 threads, Site at) { meet(id, threads, false, "a na
 
 void cluster_arrive(bool release, Site at) {
     Thread* t = self();
-    spend_fuel(t);
+    if (t->cluster_arrived)
+        engine_of(t).fail("bad_instruction", "arrives at the cluster's barrier twice without waiting", t, at);
+    come_together(t, "the cluster's barrier", 0, block_of(t).cluster->barrier.phase, at);
     Engine& e = engine_of(t);
     Cluster& c = *block_of(t).cluster;
     Meeting& m = c.barrier;
-    if (t->cluster_phase > m.phase)
-        e.fail("bad_instruction", "arrives at the cluster's barrier twice without waiting", t, at);
     t->cluster_phase = m.phase + 1;
+    t->cluster_arrived = true;
     if (release)
         m.released.join(released_by(t));
     else
-        m.released.join(*t->fenced);
+        for (const ReleaseRef& f : t->fenced) m.released.join(f->clock); // a fence before it does what release would
     ++m.arrived;
-    u32 live = 0;
-    for (const Block* b : c.blocks) live += b->live_threads;
-    if (m.arrived == live && c.blocks.size() == block_of(t).launch->cluster) finish(e, m);
+    finish_cluster(e, c);
 }
 
 void cluster_wait(Site at) {
     Thread* t = self();
-    spend_fuel(t);
+    if (!t->cluster_arrived)
+        engine_of(t).fail("bad_instruction", "waits for the cluster's barrier without having arrived", t, at);
+    come_together(t, "the cluster's barrier", 0, block_of(t).cluster->barrier.phase, at);
     Engine& e = engine_of(t);
     Meeting& m = block_of(t).cluster->barrier;
-    if (!t->cluster_phase) e.fail("bad_instruction", "waits for the cluster's barrier without having arrived", t, at);
+    t->cluster_arrived = false;
     if (m.phase >= t->cluster_phase) {
-        acquire(t, m.done);
+        acquire(t, m.done, Scope::kSys);
         return;
     }
     block_thread(t, m, "the cluster's barrier", 0, at);

@@ -87,9 +87,9 @@ void Engine::record(const std::string& kind, const std::string& message, const T
         for (const auto& [k, a] : agents)
             if (a == other->agent) key = k;
         const u32 what = static_cast<u32>(key), block = static_cast<u32>(key >> 32) & 0x7fffff;
-        const bool warp = what < kBarrierAgent;
-        const u32 thread =
-            what & kBulkAgent ? what & ~kBulkAgent : 32 * what + (other->lane == kSeveral ? 0 : other->lane);
+        const bool warp = what < kBarrierAgent; // else a barrier for its copies, or a thread for its bulk stores
+        const u32 lane = other->lanes ? static_cast<u32>(__builtin_ctz(other->lanes)) : 0;
+        const u32 thread = what & kBulkAgent ? what & ~kBulkAgent : 32 * what + lane;
         const char* did = !warp             ? (what & kBulkAgent ? "bulk store" : "bulk copy")
                           : other->is_async ? "bulk copy"
                           : other->is_read  ? "read"
@@ -98,10 +98,12 @@ void Engine::record(const std::string& kind, const std::string& message, const T
         u32 launch = 0; // the last one, odd or even as the agent says, in which that warp began before the access
         for (const Launch& l : ranks[rank].launches)
             for (const Block& b : l.running)
-                if (l.number % 2 == odd && b.index == block && (!warp || b.warps[what].began <= other->time))
+                if (l.number % 2 == odd && b.index == block &&
+                    (!warp || (what < b.began.size() && b.began[what] <= other->time)))
                     launch = l.number;
         json += "{" + quoted("what") + ":" + quoted(did) + "," + number("rank", rank) + "," + number("launch", launch) +
-                "," + number("block", block) + "," + number("warp", what & kBarrierAgent ? 0 : thread / 32) + "," +
+                "," + number("block", block) + "," + quoted("warp") + ":" +
+                (what & (kBarrierAgent | kRemoteAgent) ? "null" : std::to_string(thread / 32)) + "," +
                 number("lane", thread % 32) + "," + number("step", other->step == 0xffff ? kNoStep : other->step) +
                 "," + site(unpack_site(other->site)) + "}";
     } else {
@@ -118,12 +120,13 @@ void Engine::record(const std::string& kind, const std::string& message, const T
                         std::map<std::string, u32> groups;
                         for (u32 lane = 0; lane < 32; ++lane) {
                             const Thread* t = w.threads[lane];
-                            if (!t || !t->wait.what) continue;
-                            std::string text = quoted("what") + ":" + quoted(t->wait.what) + "," +
+                            if (!t) continue;
+                            std::string text = quoted("what") + ":" +
+                                               quoted(t->wait.what ? t->wait.what : "something of its own") + "," +
                                                number("step", t->step) + "," + quoted("edge") + ":" +
                                                (t->wait.edge == kAll ? "null" : std::to_string(t->wait.edge)) + "," +
                                                number("slot", t->wait.slot) + "," + number("phase", t->wait.phase) +
-                                               "," + site(t->wait.at);
+                                               "," + (t->wait.what ? site(t->wait.at) : number("line", 0));
                             groups[text] |= 1u << lane;
                         }
                         for (const auto& [text, lanes] : groups) {

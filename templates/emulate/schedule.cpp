@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <exception>
 #include <new>
 
 #include "engine.hpp"
@@ -44,15 +45,22 @@ namespace {
 
 constexpr u64 kThreadSpace = (sizeof(Thread) + 63) / 64 * 64;
 constexpr u32 kStacksAtOnce = 256;
-constexpr u64 kPatience = 4'000'000; // slices in which nothing changes
+constexpr u64 kStuck = 4096;        // slices in which nothing changes, until a late effect is let through
+constexpr u64 kPatience = 16 << 20; // accesses in which nothing changes
+constexpr u32 kReserve = 8 << 10;   // bytes of a stack that only the engine may use
 constexpr u32 kExpiries = 4096;
 constexpr u64 kExpiry = 150'000'000; // ns
 
 void main_of_thread() {
     Thread* t = self();
-    const Launch& launch = *block_of(t).launch;
-    launch.kernel->call(launch.parameters.data());
-    engine_of(t).leave(*t);
+    Engine& e = engine_of(t);
+    try {
+        const Launch& launch = *block_of(t).launch;
+        launch.kernel->call(launch.parameters.data());
+    } catch (const std::exception& error) { // nothing may unwind past a thread's first function
+        e.fail("internal", error.what(), t, Site::current());
+    }
+    e.leave(*t);
 }
 
 } // namespace
@@ -67,36 +75,41 @@ Engine::Engine(const megagen_emulator_config& c)
     , random(c.seed)
     , watches(kWatches)
     , buckets(kHorizon) {
-    // One bucket of manners a seed: which effects are late, how often warps are interrupted, whether some are favoured.
+    // One set of manners a seed: which effects are late, how often warps are interrupted, whether some are favoured.
     static constexpr u32 kManners[6][4] = {{1, 0, 0, 0}, {8, 4, 1, 0}, {1, 4, 4, 1},
                                            {0, 1, 0, 2}, {0, 0, 0, 1}, {4, 1, 1, 4}};
     const u32* manners = kManners[random.below(6)];
     std::copy(manners, manners + 4, weights);
-    static constexpr u32 kFuel[4] = {8, 64, 1024, 1u << 20};
-    fuel = kFuel[random.below(4)];
+    static constexpr u32 kFuel[5] = {1, 8, 64, 1024, 1u << 20};
+    fuel = kFuel[random.below(5)];
     static constexpr u32 kTournaments[4] = {1, 1, 3, 8};
     tournament = kTournaments[random.below(4)];
+    if (random.below(4) == 0) {
+        slow_rank = random.below(8);
+        tournament = 8;
+    }
+    if (random.below(3) == 0) spare_sms = 64; // room for the next launch before the first block of this one has ended
     pieces = 1 + random.below(8);
+    if (config.expire == 2) give_up_at = 1 + random.below(1u << random.below(21));
 }
 
 Engine::~Engine() {
-    for (u8* s : stacks) munmap(s, (kStacksAtOnce + 1) * kStack);
-    if (arena) munmap(arena, config.arena_bytes);
-    for (Allocation& a : allocations)
-        for (Shadow& s : a.shadow) delete s.more;
     for (Rank& r : ranks)
         for (Launch& l : r.launches)
-            for (Block& b : l.running)
-                for (Shadow& s : b.shadow) delete s.more;
+            for (Block& b : l.running) {
+                for (Shadow& s : b.shadow) s.clear();
+                for (Warp& w : b.warps)
+                    for (Thread* t : w.threads)
+                        if (t) t->~Thread();
+            }
+    for (Allocation& a : allocations)
+        for (Shadow& s : a.shadow) s.clear();
+    for (u8* s : stacks) munmap(s, (kStacksAtOnce + 1) * kStack);
+    if (arena) munmap(arena, config.arena_bytes);
 }
 
-u16 Engine::agent(u64 key) {
-    if (agents.size() == kNobody && !agents.contains(key)) {
-        record("internal", "more warps and mbarriers than the emulator can tell apart", nullptr, Site::current(),
-               nullptr, nullptr);
-        return 0;
-    }
-    const auto [at, added] = agents.try_emplace(key, static_cast<u16>(agents.size()));
+u32 Engine::agent(u64 key) {
+    const auto [at, added] = agents.try_emplace(key, static_cast<u32>(agents.size()));
     if (added) agent_times.push_back(0);
     return at->second;
 }
@@ -123,6 +136,7 @@ void Engine::rouse(Thread& t) {
     t.ticket = 0;
     t.polled.clear();
     t.polled_much = false;
+    t.wait.what = nullptr;
     t.warp->asleep &= ~bit;
     make_ready(*t.warp, bit);
 }
@@ -154,6 +168,10 @@ void yield() {
 
 void spend_fuel(Thread* t) {
     Warp& w = *t->warp;
+    Engine& e = engine_of(t);
+    ++e.spent;
+    if ((reinterpret_cast<u64>(__builtin_frame_address(0)) & (kStack - 1)) < kReserve)
+        e.fail("stack", "the kernel's local arrays and calls take more than a thread's stack", t, Site::current());
     if (--w.fuel > 0) return;
     yield();
 }
@@ -163,26 +181,26 @@ void Engine::run_warp(Warp& w) {
     const u32 from = random.below(32);
     const u32 above = w.ready >> from << from;
     Thread* t = w.threads[__builtin_ctz(above ? above : w.ready)];
-    current = &w;
     ++count.switches;
     megagen_switch(&host_sp, t->sp);
-    current = nullptr;
     if (!w.ready) remove_runnable(w);
 }
 
 int Engine::run(u64 slices) {
     for (; slices && !failed; --slices) {
-        ++now;
         ++count.slices;
-        deliver_due();
-        if (failed) break;
+        const u64 before = spent;
+        if (give_up_at && count.slices >= give_up_at) skipped += kExpiry;
         start_blocks();
         if (runnable.empty()) {
             if (deliver_any()) continue;
             bool busy = false;
             for (Rank& r : ranks) busy |= r.first < r.launches.size();
             if (!busy) {
-                host = std::make_shared<Clock>(completed);
+                auto all = std::make_shared<Release>();
+                all->clock = completed;
+                all->scope = Scope::kSys;
+                host = std::move(all);
                 return 0;
             }
             if (start_blocks()) continue;
@@ -191,17 +209,23 @@ int Engine::run(u64 slices) {
                 for (Rank& r : ranks)
                     for (u32 l = r.first; l < r.launches.size(); ++l)
                         for (Block& b : r.launches[l].running)
-                            for (Warp& w : b.warps) {
+                            for (Warp& w : b.warps)
                                 for (Thread* t : w.threads)
                                     if (t && t->ticket) rouse(*t);
-                            }
                 if (!runnable.empty()) continue;
             }
             deadlock();
             break;
         }
-        if (changes != seen_changes) seen_changes = changes, idle_since = now;
-        if (now - idle_since > kPatience) {
+        if (changes != seen_changes) {
+            seen_changes = changes;
+            idle_since = spent;
+            slices_idle = 0;
+            expiries = 0;
+        } else if (++slices_idle % kStuck == 0 || (spent - idle_since) % (1 << 20) > (1 << 20) - 64) {
+            deliver_any(); // somebody polls without saying so
+        }
+        if (spent - idle_since > kPatience && !outstanding) {
             deadlock();
             break;
         }
@@ -210,11 +234,11 @@ int Engine::run(u64 slices) {
             Warp* other = runnable[random.below(static_cast<u32>(runnable.size()))];
             if (other->priority > best->priority) best = other;
         }
-        if (random.below(256) == 0) best->priority = random.below(1u << 20); // no warp starves for good
+        if (random.below(256) == 0) best->priority = random.below(1u << 20); // what wins often loses its place
         run_warp(*best);
+        pass_time(1 + (spent - before) / 64);
     }
-    if (failed) return 2;
-    return 1;
+    return failed ? 2 : 1;
 }
 
 // Blocks whose turn it is: those of a rank's oldest unfinished launch, and with programmatic dependent launch those of
@@ -230,9 +254,12 @@ bool Engine::start_blocks() {
                 if (!launch.pdl || before.started < before.blocks || before.triggered < before.blocks) break;
             }
             if (!launch.before) {
-                Clock c = *launch.queued;
-                if (r.first) c.join(*r.launches[r.first - 1].done);
-                launch.before = std::make_shared<Clock>(std::move(c));
+                // With programmatic dependent launch nothing of the launch before is known until it is waited for,
+                // not even when it is over.
+                auto before = std::make_shared<Release>(*launch.queued);
+                const u32 known = std::min(r.first, launch.pdl ? l - std::min(l, 1u) : l);
+                if (known) before->clock.join(r.launches[known - 1].done->clock);
+                launch.before = std::move(before);
             }
             while (launch.started < launch.blocks && r.free_sms.size() >= launch.cluster) {
                 Cluster& cluster = launch.clusters.emplace_back();
@@ -258,7 +285,6 @@ void Engine::start_block(Launch& launch, u32 index, Cluster& cluster) {
     b.sm = r.free_sms[pick];
     r.free_sms.erase(r.free_sms.begin() + pick);
     cluster.blocks.push_back(&b);
-    ++cluster.left;
     ++launch.started;
     ++changes;
     b.live_threads = launch.threads;
@@ -272,9 +298,10 @@ void Engine::start_block(Launch& launch, u32 index, Cluster& cluster) {
         w.block = &b;
         w.index = i;
         w.agent = agent(agent_key(b, i));
-        w.began = w.time = w.synced = w.exchanged = agent_times[w.agent] + 1;
-        w.clock = *launch.before;
-        w.priority = random.below(1u << 20);
+        w.time = w.synced = w.consumed = agent_times[w.agent] + 1;
+        b.began.push_back(w.time);
+        w.clock = launch.before->clock;
+        w.priority = random.below(1u << 20) + (launch.rank == slow_rank ? 0 : 1u << 20);
         const u32 lanes = std::min(32u, launch.threads - 32 * i);
         for (u32 lane = 0; lane < lanes; ++lane) {
             if (free_stacks.empty()) {
@@ -291,7 +318,7 @@ void Engine::start_block(Launch& launch, u32 index, Cluster& cluster) {
             t->warp = &w;
             t->lane = lane;
             t->index = 32 * i + lane;
-            t->fenced = launch.before;
+            t->launched = launch.before;
             u64* top = reinterpret_cast<u64*>(t) - 3; // at a function's first instruction the stack is 8 off 16
             *--top = reinterpret_cast<u64>(&main_of_thread);
             top -= 6;
@@ -300,27 +327,37 @@ void Engine::start_block(Launch& launch, u32 index, Cluster& cluster) {
             w.threads[lane] = t;
             w.live |= 1u << lane;
         }
-        make_ready(w, w.live);
     }
+    Event ev;
+    ev.what = Event::kBegin;
+    ev.block = &b;
+    schedule(std::move(ev));
 }
 
 void Engine::leave(Thread& t) {
     Warp& w = *t.warp;
     Block& b = *w.block;
     Launch& launch = *b.launch;
-    const u32 bit = 1u << t.lane;
-    if (w.arrived && w.mask & bit)
-        fail("diverged", "a lane leaves the kernel while others wait for it in a warp-wide operation", &t, w.site);
+    const u32 lane = t.lane, bit = 1u << lane;
+    u8* stack = reinterpret_cast<u8*>(reinterpret_cast<u64>(&t) / kStack * kStack);
+    for (u32 i = 0; i < w.gatherings.size(); ++i) {
+        Gathering& g = w.gatherings[i];
+        if (!(g.mask & bit)) continue;
+        if (g.what != Collective::kBarrier)
+            fail("diverged", "leaves the kernel while others wait for this lane in a warp-wide operation", &t, g.site);
+        g.mask &= ~bit; // a barrier does not wait for who has left
+        if (g.arrived != g.mask) continue;
+        complete(w, i);
+        break;
+    }
     for (const BulkGroup& g : t.groups)
-        for (const auto& [index, number] : g.stores)
-            if (events[index].what != Event::kNothing && events[index].number == number)
-                fail("left", "a thread leaves the kernel while its bulk stores still read shared memory", &t,
-                     events[index].at);
+        if (!g.read && !g.stores.empty())
+            fail("left", "leaves the kernel without waiting until its bulk stores have read shared memory", &t, g.at);
     w.live &= ~bit;
     w.ready &= ~bit;
     ++changes;
-    for (const ClockRef& o : t.observed) // the end of a launch is a fence
-        if (std::none_of(w.acquired.begin(), w.acquired.end(), [&](const Acquired& a) { return a.clock == o; }))
+    for (const ReleaseRef& o : t.observed) // the end of a launch is a fence
+        if (std::none_of(w.acquired.begin(), w.acquired.end(), [&](const Acquired& a) { return a.from == o; }))
             w.acquired.push_back({o, bit});
     if (t.bulk_agent != kNobody) launch.all.raise(t.bulk_agent, t.bulk_serial + 1, t.bulk_serial + 1);
     if (!w.live) {
@@ -329,35 +366,42 @@ void Engine::leave(Thread& t) {
         launch.all.join(w.clock);
         agent_times[w.agent] = w.time + 1;
     }
-    t.fenced.reset();
-    t.~Thread(); // its place on the stack stays readable until the stack is used again
     --b.live_threads;
     Meeting& all = b.named[0];
     if (all.arrived && all.arrived == b.live_threads) finish(*this, all);
+    Meeting& cluster = b.cluster->barrier;
+    if (t.cluster_phase == cluster.phase + 1) --cluster.arrived; // it counts no more among those who must arrive
+    finish_cluster(*this, *b.cluster);
     if (!b.live_threads) {
-        if (b.copies)
-            fail("left", "a block ends while bulk copies into its shared memory are under way: wait for them first",
-                 nullptr, Site::current());
+        for (const auto& [offset, barrier] : b.barriers)
+            if (barrier.copied > barrier.seen)
+                fail("left", "a block ends without having waited for copies into its shared memory", nullptr,
+                     unpack_site(barrier.copier.site), nullptr, &barrier.copier);
         b.ended = true;
-        --b.cluster->left;
         if (!b.triggered) ++launch.triggered;
         b.shared = {};
         b.valid = {};
-        for (Shadow& s : b.shadow) delete s.more;
+        for (Shadow& s : b.shadow) s.clear();
         b.shadow = {};
         b.barriers.clear();
         ranks[launch.rank].free_sms.push_back(b.sm);
         if (++launch.ended == launch.blocks) complete_launches(ranks[launch.rank]);
     }
-    free_stacks.push_back(reinterpret_cast<u8*>(reinterpret_cast<u64>(&t) / kStack * kStack));
-    w.threads[t.lane] = nullptr;
-    if (w.ready && w.fuel > 0 && !failed) {
-        void* nowhere;
-        megagen_switch(&nowhere, w.threads[__builtin_ctz(w.ready)]->sp);
-    }
+    Thread* next = w.ready && w.fuel > 0 && !failed ? w.threads[__builtin_ctz(w.ready)] : nullptr;
+    void* to = next ? next->sp : host_sp;
+    w.threads[lane] = nullptr;
+    if (!w.live) w.clock = Clock(); // the launch has it
+    t.~Thread();
+    free_stacks.push_back(stack); // nobody takes it before this thread is off it
     void* nowhere;
-    megagen_switch(&nowhere, host_sp);
+    megagen_switch(&nowhere, to);
     __builtin_unreachable();
+}
+
+// A thread that has waited for a launch comes after all of it, and so does what it stores.
+void after_launch(Thread* t, const Launch& launch) {
+    acquire(t, launch.done, Scope::kSys);
+    t->launched = launch.done;
 }
 
 void Engine::complete_launches(Rank& r) {
@@ -366,16 +410,15 @@ void Engine::complete_launches(Rank& r) {
         if (launch.ended < launch.blocks) return;
         launch.complete = true;
         ++changes;
-        launch.all.join(*launch.before);
-        if (r.first) launch.all.join(*r.launches[r.first - 1].done);
-        launch.done = std::make_shared<Clock>(launch.all);
-        completed.join(launch.all);
+        launch.all.join(launch.before->clock);
+        if (r.first) launch.all.join(r.launches[r.first - 1].done->clock);
+        launch.done = std::make_shared<Release>(Release{std::move(launch.all), Scope::kSys, launch.rank, 0, 0});
+        completed.join(launch.done->clock);
         ++r.first;
         for (Thread* t : launch.waiting) {
             t->wait.what = nullptr;
             t->warp->blocked &= ~(1u << t->lane);
-            acquire(t, launch.done);
-            t->fenced = launch.done;
+            after_launch(t, launch);
             make_ready(*t->warp, 1u << t->lane);
         }
         launch.waiting.clear();
@@ -389,8 +432,7 @@ void grid_wait(Site at) {
     if (!launch.number) return;
     Launch& before = e.ranks[launch.rank].launches[launch.number - 1];
     if (before.complete) {
-        acquire(t, before.done);
-        t->fenced = before.done;
+        after_launch(t, before);
         return;
     }
     t->wait = {"griddepcontrol.wait", kAll, 0, 0, at};
@@ -410,9 +452,14 @@ void grid_trigger(Site) {
 
 void still_waiting(bool has, u32 edge, u32 slot, u32 phase, Site at) {
     Thread* t = self();
+    Engine& e = engine_of(t);
+    if (e.give_up_at && e.count.slices >= e.give_up_at) { // nobody may sleep through it
+        t->warp->fuel = 0;
+        yield();
+        return;
+    }
     if (has) return;
     Warp& w = *t->warp;
-    Engine& e = engine_of(t);
     t->wait = {"poll", edge, slot, phase, at};
     bool changed = t->polled.empty() || t->polled_much;
     for (const auto& [watch, version] : t->polled) changed |= watch->version != version;
@@ -439,6 +486,7 @@ void still_waiting(bool has, u32 edge, u32 slot, u32 phase, Site at) {
 void set_step(u32 step) { self()->step = step; }
 
 u64 nanoseconds() {
+    spend_fuel(self());
     Engine& e = engine_of(self());
     return e.now + e.skipped;
 }
@@ -453,10 +501,12 @@ Index grid_size() { return {block_of(self()).launch->blocks, 1, 1}; }
 
 bool ordered(const Thread* t, const Access& e) {
     const Warp& w = *t->warp;
-    if (e.agent == w.agent) return e.lane == t->lane || e.time < w.synced || (e.is_read && e.time < w.exchanged);
+    if (e.agent == w.agent &&
+        (!(e.lanes & ~(1u << t->lane)) || e.time < w.synced || (e.is_read && e.time < w.consumed)))
+        return true;
     if (w.clock.covers(e)) return true;
     for (const Acquired& a : w.acquired)
-        if (a.lanes >> t->lane & 1 && a.clock->covers(e)) return true;
+        if (a.lanes >> t->lane & 1 && a.from->clock.covers(e)) return true;
     return false;
 }
 
@@ -467,11 +517,11 @@ Access access_of(Thread* t, Scope scope, bool is_read, Site at) {
     a.site = pack_site(at);
     a.agent = t->warp->agent;
     a.step = static_cast<u16>(t->step);
-    a.lane = static_cast<u8>(t->lane);
+    a.lanes = 1u << t->lane;
     a.scope = scope;
     a.is_read = is_read;
-    a.rank = b.launch->rank;
-    a.block = static_cast<u8>(b.index);
+    a.rank = static_cast<u8>(b.launch->rank);
+    a.block = static_cast<u16>(b.index);
     return a;
 }
 
@@ -480,28 +530,44 @@ Clock released_by(Thread* t) {
     Warp& w = *t->warp;
     Clock c = w.clock;
     for (const Acquired& a : w.acquired)
-        if (a.lanes >> t->lane & 1) c.join(*a.clock);
-    c.raise(w.agent, w.synced, w.exchanged);
+        if (a.lanes >> t->lane & 1) c.join(a.from->clock);
+    c.raise(w.agent, w.synced, w.consumed);
     c.raise_own(w.agent, t->lane, ++w.time);
     return c;
 }
 
-void acquire(Thread* t, const ClockRef& clock) {
-    if (!clock) return;
+ReleaseRef release(Thread* t, Scope scope) {
+    const Block& b = block_of(t);
+    return std::make_shared<Release>(
+        Release{released_by(t), scope, b.launch->rank, b.index, b.index / b.launch->cluster});
+}
+
+void acquire(Thread* t, const ReleaseRef& from, Scope scope) {
+    if (!from) return;
+    const Block& b = block_of(t);
+    scope = std::min(scope, from->scope);
+    const bool near = from->rank == b.launch->rank;
+    const Scope needed = !near                                          ? Scope::kSys
+                         : from->block == b.index                       ? Scope::kCta
+                         : from->cluster == b.index / b.launch->cluster ? Scope::kCluster
+                                                                        : Scope::kGpu;
+    if (scope < needed) return;
     Warp& w = *t->warp;
     const u32 bit = 1u << t->lane;
     for (u32 i = 0; i < w.acquired.size(); ++i) {
         Acquired& a = w.acquired[i];
-        if (a.clock != clock) continue;
+        if (a.from != from) continue;
         a.lanes |= bit;
         if ((a.lanes & w.live) == w.live) {
-            w.clock.join(*clock);
+            w.clock.join(from->clock);
             w.acquired.erase(w.acquired.begin() + i);
         }
         return;
     }
-    w.acquired.push_back({clock, bit});
-    if (w.live == bit) settle_acquired(w, true);
+    if (w.live == bit)
+        w.clock.join(from->clock);
+    else
+        w.acquired.push_back({from, bit});
 }
 
 void settle_acquired(Warp& w, bool everything) {
@@ -509,7 +575,7 @@ void settle_acquired(Warp& w, bool everything) {
     std::vector<Acquired> left;
     for (Acquired& a : w.acquired) {
         if (everything || (a.lanes & w.live) == w.live)
-            w.clock.join(*a.clock);
+            w.clock.join(a.from->clock);
         else
             left.push_back(std::move(a));
     }

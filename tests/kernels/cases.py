@@ -187,6 +187,7 @@ def _loads() -> Data:
 
 def _stores() -> Data:
     v = _random(2, 64 * 24)
+    assert 0xFFFFFFFF not in v  # which a kernel says that it expects nowhere
     return Data((v,), v)
 
 

@@ -1,6 +1,7 @@
 // Blocks of a cluster in each other's shared memory. Geometry and values: cases.py.
 #include <megagen/ptx/bulk.cuh>
 #include <megagen/ptx/control.cuh>
+#include <megagen/ptx/convert.cuh>
 #include <megagen/ptx/mbarrier.cuh>
 #include <megagen/ptx/memory.cuh>
 
@@ -59,7 +60,7 @@ MEGAGEN_DEVICE void end() {
 // The lane that hands a buffer back for its warp, once the warp's loads from it are over: a vote over what they brought
 // waits for them.
 MEGAGEN_DEVICE bool hands_back(u32 consumed) {
-    return threadIdx.x % 32 == (__any_sync(kFullMask, consumed == 0x7fb00b1eu) ? 1 : 0);
+    return threadIdx.x % 32 == (__any_sync(kFullMask, ptx::never_true(__uint_as_float(consumed))) ? 1 : 0);
 }
 
 } // namespace

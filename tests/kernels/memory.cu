@@ -104,7 +104,9 @@ extern "C" __global__ void stores(const __grid_constant__ Params<1> p) {
     ptx::st_relaxed_sys(out + 17, get(17));
     ptx::st_release_gpu(out + 18, get(18));
     ptx::st_release_sys(out + 19, get(19));
-    for (u32 i = 20; i < 24; ++i) ptx::st_global_u32(out + i, get(i));
+    ptx::st_global_v2(out + 20, get2(20));
+    for (u32 i = 22; i < 24; ++i) ptx::st_global_u32(out + i, get(i));
+    ptx::expect_none(ptx::ld_global_v4(in), 0xffffffffu);
 }
 
 // A thread has 32 bytes of its own, which its neighbour reads; two words belong to a warp each.

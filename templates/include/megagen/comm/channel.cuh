@@ -32,6 +32,11 @@ MEGAGEN_DEVICE uint4 nonempty_v(uint4 v, u32 empty, u32 size) {
             nonempty(v.w, empty, size)};
 }
 
+// A counter orders the data that comes before it, so plain stores do.
+MEGAGEN_DEVICE void store_plain(u8* p, u32 v) { ptx::st_global_u32(p, v); }
+MEGAGEN_DEVICE void store_plain(u8* p, uint2 v) { ptx::st_global_v2(p, v); }
+MEGAGEN_DEVICE void store_plain(u8* p, uint4 v) { ptx::st_global_v4(p, v); }
+
 // Partial sums [chunk][row block][token][16] within a cluster: row blocks are dealt to clusters, and in a cluster each
 // to one block, which keeps its chunks in shared memory at kSharedOffset. Done, a barrier with one arrival, counts
 // bytes.
@@ -130,9 +135,17 @@ struct Channel {
             u32 rotated = e + 16 * j;
             if (rotated >= D::kShard) rotated -= D::kShard;
             const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
-            ptx::st_relaxed_sys(copy(ctx, sys.heap[peer]) + element * D::kElementBytes, v);
+            u8* to = copy(ctx, sys.heap[peer]) + element * D::kElementBytes;
+            if constexpr (kLamport)
+                ptx::st_relaxed_sys(to, v);
+            else
+                store_plain(to, v);
         } else {
-            ptx::st_relaxed_gpu(copy(ctx, ctx.heap()) + (row * D::kRowStride + e) * D::kElementBytes, v);
+            u8* to = copy(ctx, ctx.heap()) + (row * D::kRowStride + e) * D::kElementBytes;
+            if constexpr (kLamport)
+                ptx::st_relaxed_gpu(to, v);
+            else
+                store_plain(to, v);
         }
     }
 
@@ -184,6 +197,7 @@ struct Channel {
     }
 
     MEGAGEN_DEVICE uint4 load(const u8* address) {
+        if constexpr (!kLamport) return ptx::ld_global_v4(address);
         if constexpr (D::kWorld) return ptx::ld_relaxed_sys_v4(address);
         return ptx::ld_relaxed_gpu_v4(address);
     }
@@ -218,7 +232,7 @@ struct Channel {
             // come: polls take L2 bandwidth from the weight streams.
             bool done = !valid, probing = false;
             u32 missing = 0;
-            return wait_until(ctx, D::kIndex, index(0), which(ctx, 0), [&] {
+            const bool ok = wait_until(ctx, D::kIndex, index(0), which(ctx, 0), [&] {
                 if (done) return true;
                 if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
                 probing = done = true;
@@ -233,6 +247,11 @@ struct Channel {
                 }
                 return done;
             });
+            if (ok && valid) {
+#pragma unroll
+                for (u32 i = 0; i < kN; ++i) ptx::expect_none(v[i], D::kEmpty);
+            }
+            return ok;
         }
     }
 

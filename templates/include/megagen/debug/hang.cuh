@@ -23,8 +23,8 @@ MEGAGEN_DEVICE void give_up(Ctx& ctx, bool lacking, u32 state, u32 edge, u32 slo
     ctx.dead = true;
     u8* r = record(ctx);
     if (lacking && ptx::ld_relaxed_gpu(r + 4 * kTold) == 0) {
-        ptx::st_global_u32(r + 4 * kPhase, phase);
-        ptx::st_global_v4(r, {state, ctx.step, edge, slot});
+        ptx::st_relaxed_gpu(r + 4 * kPhase, phase);
+        ptx::st_relaxed_gpu(r, uint4{state, ctx.step, edge, slot});
     }
 }
 
@@ -36,10 +36,10 @@ MEGAGEN_DEVICE void report(const Ctx& ctx) {
     u8* r = record(ctx);
     if (ptx::ld_relaxed_gpu(r) == 0 || ptx::ld_relaxed_gpu(r + 4 * kTold) != 0)
         return; // nothing, or an earlier launch's
-    ptx::st_global_u32(r + 4 * kTold, 1);
+    ptx::st_relaxed_gpu(r + 4 * kTold, 1);
     const u32 fields[5] = {ptx::smid(), ctx.block, ctx.warp, sys.rank, ctx.epoch()};
 #pragma unroll
-    for (u32 i = 0; i < 5; ++i) ptx::st_global_u32(r + 4 * (kSmid + i), fields[i]);
+    for (u32 i = 0; i < 5; ++i) ptx::st_relaxed_gpu(r + 4 * (kSmid + i), fields[i]);
 #pragma unroll
     for (u32 peer = 0; peer < kMaxRanks; ++peer) {
         if (peer < sys.live)

@@ -9,7 +9,7 @@ struct megagen_emulator_config {
     uint64_t seed;
     uint64_t arena_bytes; // address space for all allocations
     uint32_t race;        // 1: report accesses to global memory that nothing orders
-    uint32_t expire;      // 1: instead of a deadlock's report, time passes until bounded waits expire
+    uint32_t expire;      // 1: instead of a deadlock's report, time passes until bounded waits expire; 2: at any moment
 };
 
 // What the device may do with an allocation.

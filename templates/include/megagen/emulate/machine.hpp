@@ -43,7 +43,7 @@ bool mbarrier_try_wait(u32 bar, u32 parity, Scope scope, Site at);
 void fence_mbarrier_init(Site at);
 
 // The async proxy. `blocks`: ranks in the cluster that a load is multicast to; 0: the thread's own block.
-void fence_proxy_async(Site at);
+void fence_proxy_async(bool global, Site at); // of global memory, or of the block's shared memory
 void bulk_load(u32 to, const void* from, u32 bytes, u32 bar, u32 blocks, u64 policy, Site at);
 void bulk_prefetch(const void* from, u32 bytes, u64 policy, Site at);
 void bulk_store(void* to, u32 from, u32 bytes, Site at);
@@ -61,7 +61,8 @@ void cluster_wait(Site at);
 void grid_wait(Site at);    // griddepcontrol.wait
 void grid_trigger(Site at); // griddepcontrol.launch_dependents
 
-// Warp-wide operations: each lane brings words and takes words away once all lanes of `mask` are there.
+// Warp-wide operations, one at a time in a warp: each lane brings words and takes words away once all lanes of `mask`
+// are there.
 enum class Collective : u8 {
     kSync,
     kShuffle,
@@ -77,7 +78,8 @@ enum class Collective : u8 {
     kMmaBf16,
     kMmaTf32,
     kMatrix, // ldmatrix: address, count, transposed
-    kRegisters
+    kRegisters,
+    kBarrier // comes to one of the block's or the cluster's together
 };
 void collective(Collective what, u32 mask, const u32* in, u32 n_in, u32* out, u32 n_out, Site at);
 

@@ -75,6 +75,9 @@ MEGAGEN_DEVICE u32 smid() {
 // The step of its program that a warp is at: the emulator's twin notes it.
 using Step = u32;
 
+// No instruction: a reader says that none of these words is the one that means "not yet written".
+MEGAGEN_DEVICE void expect_none(uint4 v, u32 empty) {}
+
 // No instruction: a polling loop says so on each round, for the emulator. `has`: this lane has what it waits for, and
 // goes round for the sake of others.
 MEGAGEN_DEVICE void still_waiting(bool has, u32 edge, u32 slot, u32 phase) {}

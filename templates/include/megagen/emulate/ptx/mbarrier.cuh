@@ -15,9 +15,9 @@ MEGAGEN_DEVICE void mbarrier_init(u32 bar, u32 count, Site at = Site::current())
 
 MEGAGEN_DEVICE void fence_mbarrier_init(Site at = Site::current()) { emulate::fence_mbarrier_init(at); }
 
-MEGAGEN_DEVICE void fence_proxy_async(Site at = Site::current()) { emulate::fence_proxy_async(at); }
+MEGAGEN_DEVICE void fence_proxy_async(Site at = Site::current()) { emulate::fence_proxy_async(false, at); }
 
-MEGAGEN_DEVICE void fence_proxy_async_global(Site at = Site::current()) { emulate::fence_proxy_async(at); }
+MEGAGEN_DEVICE void fence_proxy_async_global(Site at = Site::current()) { emulate::fence_proxy_async(true, at); }
 
 MEGAGEN_DEVICE void mbarrier_arrive_count(u32 bar, u32 count, Site at = Site::current()) {
     emulate::mbarrier_arrive(bar, count, false, at);

@@ -58,6 +58,7 @@ MEGAGEN_DEVICE float ld_constant_f32(const void* p, Site at = Site::current()) {
         store(p, v, Scope::scope, Order::order, at);                                                                   \
     }
 MEGAGEN_STORE(st_global_v4, uint4, kNone, kRelaxed)
+MEGAGEN_STORE(st_global_v2, uint2, kNone, kRelaxed)
 MEGAGEN_STORE(st_global_u32, u32, kNone, kRelaxed)
 MEGAGEN_STORE(st_relaxed_gpu, u32, kGpu, kRelaxed)
 MEGAGEN_STORE(st_relaxed_gpu, uint2, kGpu, kRelaxed)

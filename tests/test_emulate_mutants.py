@@ -1,0 +1,806 @@
+"""Faults put into the header library by hand: the emulator finds each under every seed, and its message leads there.
+
+A mutant is an edit of a header's text. The tiny expert block is compiled with it and launched. Then the emulator
+refuses it, naming a step and a place in the code; or, where the fault is one of numbers only (``wrong``), the
+comparison with the reference does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megagen import resources
+from megagen.bench.emulation import Weights
+from megagen.bench.verify import Check, Verifier
+from megagen.cli import pipeline
+from megagen.emulate.engine import Expire
+from megagen.emulate.report import Report
+from megagen.errors import DeviceError, EmulationError
+from megagen.runtime.emulated import World
+from megagen.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+SEEDS = (1, 2, 3)
+TP = 2
+
+BARRIER, RING, WAIT = "sync/barrier.cuh", "sync/ring.cuh", "sync/wait.cuh"
+CHANNEL, OPERAND, ROW, FORMAT = "comm/channel.cuh", "mem/operand.cuh", "mem/row.cuh", "mma/format.cuh"
+KERNEL, TYPES = "kernel.cuh", "types.cuh"
+DENSE, EXPERT, TOP_K = "ops/dense_gemm.cuh", "ops/expert_gemm.cuh", "ops/top_k.cuh"
+
+COUNTER, FLAG = {"sync": "counter"}, {"sync": "flag"}
+CLUSTER = {"sync": "cluster", "cluster": "2"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the block is placed and launched."""
+
+    choices: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    tokens: int = 2
+    launches: int = 1
+    inputs: tuple[int, ...] = (0,)  # seeds, each launched that often
+    zero: bool = False  # the last row of the input is
+    positive_zero: bool = False  # marks what is empty in down's output
+    expire: Expire = Expire.NEVER
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``edits``: header, its text, the mutated one. ``kinds``: of error, any of these. ``at``: header and text of the
+    lines of which the report names one. ``says``: what it must contain besides."""
+
+    name: str
+    edits: Sequence[tuple[str, str, str]]
+    kinds: str = ""
+    at: Sequence[tuple[str, str]] = ()
+    says: str = ""
+    wrong: str = ""
+    on: Variant = Variant()
+    missed: str = ""  # why the emulator cannot find it
+
+
+# Lines that reports lead to.
+MULTIPLY = (FORMAT, "const float4 a = ptx::ld_shared_f4(slice + ((q * 8 + j) * 32 + lane) * 16);")
+EXPECT = (RING, "ptx::mbarrier_arrive_expect_tx(bar, bytes);")
+COPY = (RING, "ptx::bulk_load_hint(")
+PUT = (FORMAT, "ptx::st_shared_f4(address(ctx, slice, n)")
+TAKE = (FORMAT, "part[s] = ptx::ld_shared_f4(address(ctx, s, tile));")
+FULL = (RING, "return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);")
+SUM_STORE = (ROW, "ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);")
+SUM_LOAD = (ROW, "const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4),")
+SUM_HIGH = (ROW, "high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16);")
+CLEAR = (TOP_K, "ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);")
+MARK = (TOP_K, "ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);")
+COUNT = (TOP_K, "return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));")
+USED = (TOP_K, "u32 used() const")
+POLL = (WAIT, "ptx::still_waiting(ok, edge, slot, phase);")
+VOTE = (WAIT, "__all_sync(kFullMask, ok)")
+LOAD = (CHANNEL, "return ptx::ld_relaxed_gpu_v4(address);")
+LOAD_SYS = (CHANNEL, "return ptx::ld_relaxed_sys_v4(address);")
+PLAIN_LOAD = (CHANNEL, "return ptx::ld_global_v4(address);")
+SEND = (CHANNEL, "ptx::st_relaxed_gpu(to, v);")
+SEND_PEER = (CHANNEL, "ptx::st_relaxed_sys(to, v);")
+PLAIN_SENDS = tuple((CHANNEL, f"ptx::st_global_{width}(p, v);") for width in ("u32", "v2", "v4"))
+TAKEN = (CHANNEL, "ptx::expect_none(v[i], D::kEmpty);")
+EMPTIED = (CHANNEL, "ptx::st_global_v4(base + 16 * i,")
+TRY = (BARRIER, "return ptx::mbarrier_try_wait_parity(bar, parity);")
+ARRIVED = (BARRIER, "ptx::mbarrier_arrive(address(ctx, slot));\n    }\n\n    // Hands")
+
+ARRIVE = "if (ctx.lane == 0) ptx::mbarrier_arrive(address(ctx, slot));"
+ARRIVE_EXPECT = "ptx::mbarrier_arrive_expect_tx(bar, bytes);"
+BULK = "ptx::bulk_load_hint(stage(ctx), src, bytes, bar, policy);"
+ADDRESS = "copy(ctx, ctx.heap()) + (row * D::kRowStride + e"
+ADD = "ptx::red_add_release_gpu(counter(ctx, ctx.heap()), 1);"
+BEGIN = "        __syncthreads();\n        if constexpr (K::kCluster > 1) {\n            ptx::cluster_arrive_relaxed();"
+READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, index)) return;"
+RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, index);"
+RELEASED = "            Ctx::Ring::release(ctx, acc.sum(0, 0));\n            if (!Ctx::Accum::put"
+
+
+def one(header: str, old: str, new: str) -> list[tuple[str, str, str]]:
+    return [(header, old, new)]
+
+
+MUTANTS = (
+    # -- the ring of weights
+    Mutant(
+        "stage: next slot",
+        one(RING, "+ ctx.ring.slot * R", "+ (ctx.ring.slot + 1) * R"),
+        "out_of_bounds race overwritten unwritten",
+        (COPY, PUT, TAKE),
+    ),
+    Mutant(
+        "load: fills the next slot",
+        one(
+            RING,
+            "ptx::bulk_load_hint(stage(ctx),",
+            "ptx::bulk_load_hint(ctx.shared + R::kOffset + (ctx.ring.slot + 1) % R::kStages * R::kStageBytes,",
+        ),
+        "race unwritten overwritten",
+        (COPY, MULTIPLY),
+    ),
+    Mutant(
+        "cursor: phase never flips",
+        one(BARRIER, "phase ^= 1;", ""),
+        "too_many_arrivals overwritten race",
+        (EXPECT, COPY),
+    ),
+    Mutant(
+        "load: ignores Empty",
+        one(RING, "if (!Empty::wait(ctx, ctx.ring.slot, ctx.ring.phase ^ 1)) return false;", ""),
+        "too_many_arrivals overwritten race",
+        (EXPECT, COPY),
+    ),
+    Mutant("acquire: ignores Full", one(*FULL, "return !ctx.dead;"), "unwritten race", (MULTIPLY,)),
+    Mutant(
+        "math: releases before it multiplies",
+        [
+            (
+                DENSE,
+                "            Weights::template multiply<kGroups, kTiles>(\n",
+                "            Ctx::Ring::Empty::arrive_consumed(ctx, ctx.ring.slot, 0.0f);\n"
+                "            Weights::template multiply<kGroups, kTiles>(\n",
+            ),
+            (DENSE, RELEASED, "            ctx.ring.advance();\n            if (!Ctx::Accum::put"),
+        ],
+        "race overwritten",
+        (COPY, MULTIPLY),
+    ),
+    Mutant(
+        "release: arrives without a vote",
+        one(RING, "Empty::arrive_consumed(ctx, ctx.ring.slot, consumed);", "Empty::arrive(ctx, ctx.ring.slot);"),
+        "overwritten",
+        (MULTIPLY,),
+    ),
+    Mutant(
+        "math: a vote over nothing",
+        one(DENSE, RELEASED, RELEASED.replace("acc.sum(0, 0)", "0.0f")),
+        "overwritten",
+        ((BARRIER, "ptx::never_true(consumed)"),),
+        says="pooler.math hands memory back",
+        on=Variant(tokens=16),  # with fewer there are MMAs whose results stay zero
+    ),
+    Mutant(
+        "load: in_flight waits for the wrong phase",
+        one(RING, "ctx.ring.phase ^ (wrapped ? 1 : 0))) return", "ctx.ring.phase)) return"),
+        "deadlock",
+        says="pooler.load_weights waiting for barrier 'ring_full'",
+        on=Variant({"in_flight": "36"}),
+    ),
+    Mutant("load: tells no bytes", one(RING, ARRIVE_EXPECT, "ptx::mbarrier_arrive(bar);"), "no_expect_tx", (COPY,)),
+    Mutant(
+        "load: tells too few bytes",
+        one(RING, ARRIVE_EXPECT, ARRIVE_EXPECT.replace("bytes)", "bytes - 16)")),
+        "no_expect_tx",
+        (COPY,),
+    ),
+    Mutant(
+        "load: tells too many bytes",
+        one(RING, ARRIVE_EXPECT, ARRIVE_EXPECT.replace("bytes)", "bytes + 16)")),
+        "deadlock",
+        says="router.math waiting for barrier 'ring_full'",
+    ),
+    Mutant(
+        "load: copies too little",
+        one(RING, BULK, BULK.replace("bytes", "bytes - 16")),
+        "deadlock",
+        says="router.math waiting for barrier 'ring_full'",
+    ),
+    Mutant(
+        "load: copies too much",
+        one(RING, BULK, BULK.replace("bytes", "bytes + 16")),
+        "no_expect_tx out_of_bounds",
+        (COPY,),
+    ),
+    Mutant("load: copies half a unit", one(RING, BULK, BULK.replace("bytes", "bytes - 8")), "misaligned", (COPY,)),
+    Mutant(
+        "load: copies from a crooked address",
+        one(RING, BULK, BULK.replace("src", "static_cast<const u8*>(src) + 8")),
+        "misaligned",
+        (COPY,),
+    ),
+    Mutant(
+        "drain: nothing",
+        one(RING, "const u32 n = ctx.ring_loads < R::kStages ? ctx.ring_loads : R::kStages;", "const u32 n = 0;"),
+        "left",
+        (COPY,),
+        on=Variant(expire=Expire.ANY),
+    ),
+    # -- mbarriers
+    Mutant("init: one arrival more", one(BARRIER, "B::kCount)", "B::kCount + 1)"), "deadlock", says="waits for"),
+    Mutant(
+        "init: one arrival less",
+        one(BARRIER, "B::kCount)", "B::kCount > 1 ? B::kCount - 1 : 1)"),
+        "too_many_arrivals race unwritten",
+        (SUM_LOAD, SUM_HIGH),
+    ),
+    Mutant(
+        "begin: no __syncthreads",
+        one(KERNEL, BEGIN, BEGIN.removeprefix("        __syncthreads();\n")),
+        "uninitialised_barrier race",
+        (TRY, ARRIVED, EXPECT),
+    ),
+    Mutant(
+        "begin: no fence after init",
+        one(KERNEL, "ptx::fence_mbarrier_init();", ""),
+        "uninitialised_barrier",
+        (COPY,),
+    ),
+    Mutant(
+        "arrive: all lanes",
+        one(BARRIER, ARRIVE, ARRIVE.removeprefix("if (ctx.lane == 0) ")),
+        "deadlock",
+        says="pre_ffn_norm.compute waiting for barrier 'group_pre_ffn_norm'",
+    ),
+    Mutant(
+        "arrive: no __syncwarp",
+        one(BARRIER, "__syncwarp();\n        " + ARRIVE, ARRIVE),
+        "race",
+        (SUM_STORE, SUM_LOAD, SUM_HIGH, PUT, TAKE),
+    ),
+    Mutant(
+        "wait: the other parity",
+        one(
+            BARRIER,
+            "return ptx::mbarrier_try_wait_parity(bar, parity);",
+            "return ptx::mbarrier_try_wait_parity(bar, parity ^ 1);",
+        ),
+        "race unwritten deadlock overwritten too_many_arrivals",
+    ),
+    # -- accumulators
+    Mutant(
+        "put: ignores Empty",
+        one(FORMAT, "if (!Empty::wait(ctx, ctx.accum.slot, ctx.accum.phase ^ 1)) return false;", ""),
+        "unwritten race too_many_arrivals",
+        (PUT, TAKE),
+    ),
+    Mutant(
+        "take: ignores Full",
+        one(FORMAT, "return Full::wait(ctx, ctx.accum.slot, ctx.accum.phase);", "return !ctx.dead;"),
+        "race unwritten",
+        (PUT, TAKE),
+    ),
+    Mutant(
+        "take: after the slot is handed back",
+        [
+            (
+                FORMAT,
+                "float4 part[kSlices];",
+                "if (tile == 0) Empty::arrive(ctx, ctx.accum.slot);\n float4 part[kSlices];",
+            ),
+            (FORMAT, "Empty::arrive_consumed(ctx, ctx.accum.slot, consumed);", ""),
+        ],
+        "race",
+        (PUT, TAKE),
+    ),
+    Mutant("accumulators: one slot's memory", one(FORMAT, "ctx.accum.slot * A::kSlotBytes", "0"), "race", (PUT, TAKE)),
+    Mutant(
+        "take: columns swapped",
+        one(FORMAT, "c[0] = sum.x, c[1] = sum.y", "c[0] = sum.y, c[1] = sum.x"),
+        wrong="pooled",
+    ),
+    # -- norms
+    Mutant(
+        "group_sum: one round's scratch",
+        one(ROW, "scratch + round % 2 * (kSlices * kN * 4)", "scratch"),
+        "race",
+        (SUM_STORE,),
+        on=Variant(tokens=8),
+    ),
+    Mutant("group_sum: wrong parity", one(ROW, "round & 1", "~round & 1"), "unwritten race", (SUM_LOAD, SUM_HIGH)),
+    Mutant(
+        "group_sum: no arrival",
+        one(ROW, "Barrier<Group>::arrive(ctx, 0);", ""),
+        "deadlock",
+        says="pre_ffn_norm.compute waiting for barrier 'group_pre_ffn_norm'",
+    ),
+    # -- numbers
+    Mutant(
+        "load_operand: lanes swapped",
+        one(OPERAND, "ctx.lane % 4 * 16", "(3 - ctx.lane % 4) * 16"),
+        wrong="pooled",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
+        "multiply: fragments swapped",
+        one(FORMAT, "slice + ((q * 4 + j) * 32 + lane) * 16", "slice + ((q * 4 + (3 - j)) * 32 + lane) * 16"),
+        wrong="pooled",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
+        "epilogue: rows swapped",
+        one(EXPERT, "kTokenBytes + ctx.lane / 4 * 2;", "kTokenBytes + (7 - ctx.lane / 4) * 2;"),
+        wrong="expert_mid",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
+        "nvfp4: scales swapped",
+        one(FORMAT, "byte * 0x1111u", "(byte ^ 1) * 0x1111u"),
+        wrong="expert_mid",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
+        "epilogue: no __syncwarp after the stores",
+        one(EXPERT, "        __syncwarp();\n        if (entry.valid) {", "        if (entry.valid) {"),
+        "race unwritten",
+        ((EXPERT, "v[i] = ptx::ld_shared_v4(scratch"),),
+    ),
+    Mutant(
+        "epilogue: no __syncwarp before the stores",
+        one(
+            EXPERT,
+            "        __syncwarp();\n#pragma unroll\n        for (u32 i = 0; i < 2; ++i) {",
+            "        for (u32 i = 0; i < 2; ++i) {",
+        ),
+        "race",
+        ((EXPERT, "ptx::st_shared_u16(at, ptx::cvt_bf16x2(__fdividef"),),
+        missed="the vote that hands an accumulator back counts for all that the warp has read before it",
+    ),
+    # -- tables
+    Mutant(
+        "tables: no __syncwarp after clearing",
+        one(
+            TOP_K,
+            "        __syncwarp();\n        if (valid) {\n#pragma unroll\n"
+            "            for (u32 i = 0; i < 4; ++i) ptx::red",
+            "        if (valid) {\n            for (u32 i = 0; i < 4; ++i) ptx::red",
+        ),
+        "race unwritten",
+        (MARK, CLEAR),
+    ),
+    Mutant(
+        "tables: no __syncwarp after marking",
+        one(TOP_K, "        __syncwarp();\n        u32 entries = 0;", "        u32 entries = 0;"),
+        "race",
+        (MARK, COUNT),
+    ),
+    Mutant(
+        "tables: no __syncwarp before the entries",
+        one(
+            TOP_K,
+            "        __syncwarp();\n        if (valid) {\n#pragma unroll\n"
+            "            for (u32 i = 0; i < 4; ++i) {\n                const u32 rank",
+            "        if (valid) {\n            for (u32 i = 0; i < 4; ++i) {\n                const u32 rank",
+        ),
+        "race unwritten",
+        ((TOP_K, "ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i])"),),
+    ),
+    Mutant(
+        "table: read before it is ready",
+        one(TOP_K, "return Event<typename T::Ready>::wait(ctx);", "return !ctx.dead;"),
+        "unwritten race",
+        (USED,),
+    ),
+    Mutant(
+        "select: a lane skips the vote",
+        one(
+            TOP_K,
+            "const u32 top = __reduce_max_sync(kFullMask, best);",
+            "if (!valid) continue;\n const u32 top = __reduce_max_sync(kFullMask, best);",
+        ),
+        "diverged deadlock",
+        ((TOP_K, "const u32 top = __reduce_max_sync"),),
+    ),
+    # -- lamport
+    Mutant(
+        "reset: the copy in use",
+        one(CHANNEL, "copy(ctx, ctx.heap(), kAhead);", "copy(ctx, ctx.heap(), 0);"),
+        "race",
+        (EMPTIED, SEND, SEND_PEER),
+    ),
+    Mutant(
+        "reset: the copy that peers fill next",
+        one(
+            CHANNEL,
+            "constexpr u32 kAhead = D::kCopies - 1;",
+            "constexpr u32 kAhead = D::kCopies == 3 ? 1 : D::kCopies - 1;",
+        ),
+        "race",
+        (EMPTIED, SEND_PEER),
+        on=Variant(tokens=1, ranks=2, launches=2),
+    ),
+    Mutant(
+        "reset: never",
+        one(CHANNEL, "if constexpr (kLamport && !D::kReaderResets) {", "if constexpr (false) {"),
+        wrong="empty slots",
+        on=Variant(tokens=1, launches=2),
+    ),
+    Mutant(
+        "release: never",
+        one(CHANNEL, "if constexpr (kLamport && D::kReaderResets) {", "if constexpr (false) {"),
+        wrong="empty slots",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
+        "finish: releases before it reads",
+        one(
+            DENSE,
+            f"{READ_PARTIALS}\n                {RELEASE_PARTIALS}",
+            f"{RELEASE_PARTIALS}\n                {READ_PARTIALS}",
+        ),
+        "deadlock",
+        says="pooler.finish waits for channel 'pooled_partials'",
+    ),
+    Mutant(
+        "which: no wrap",
+        one(
+            CHANNEL, "return now + ahead >= D::kCopies ? now + ahead - D::kCopies : now + ahead;", "return now + ahead;"
+        ),
+        "race out_of_bounds",
+        (EMPTIED,),
+        on=Variant(tokens=1, launches=2),
+    ),
+    Mutant(
+        "send: +0 goes as it is",
+        one(CHANNEL, "if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);", ""),
+        "deadlock",
+        says="combine.compute waits for channel 'expert_out'",
+        on=Variant(options={"split": "nk"}, zero=True, positive_zero=True),
+    ),
+    Mutant(
+        "read: looks at the first word only",
+        one(
+            CHANNEL,
+            "return v.x == D::kEmpty || v.y == D::kEmpty || v.z == D::kEmpty || v.w == D::kEmpty;",
+            "return v.x == D::kEmpty;",
+        ),
+        "unwritten",
+        (TAKEN,),
+    ),
+    Mutant(
+        "read: looks at all but the last word",
+        one(CHANNEL, " || v.w == D::kEmpty;", ";"),
+        "unwritten",
+        (TAKEN,),
+    ),
+    Mutant(
+        "send: gpu scope to peers",
+        one(*SEND_PEER, "ptx::st_relaxed_gpu( to, v);"),
+        "race",
+        ((CHANNEL, "ptx::st_relaxed_gpu( to, v);"), LOAD_SYS),
+        says="too small a scope",
+        on=Variant(ranks=2),
+    ),
+    Mutant(
+        "load: gpu scope from peers",
+        one(CHANNEL, "if constexpr (D::kWorld) " + LOAD_SYS[1], ""),
+        "race",
+        (LOAD,),
+        says="too small a scope",
+        on=Variant(ranks=2),
+    ),
+    Mutant(
+        "load: constant",
+        one(
+            *LOAD,
+            "const u32 bits = __float_as_uint(ptx::ld_constant_f4(address).x); return {bits, bits, bits, bits};",
+        ),
+        "bad_instruction",
+        ((CHANNEL, "ptx::ld_constant_f4(address)"),),
+    ),
+    Mutant("send: past the heap", one(CHANNEL, ADDRESS + ")", ADDRESS + " + 0x1000000)"), "out_of_bounds", (SEND,)),
+    Mutant(
+        "send: past the channel",
+        one(CHANNEL, ADDRESS + ")", ADDRESS + " + D::kBytes / D::kElementBytes)"),
+        "deadlock",
+        says="router.math waits for channel 'normed'",
+    ),
+    Mutant(
+        "send: an odd stride",
+        one(CHANNEL, ADDRESS, ADDRESS.replace("kRowStride", "kRowStride + row")),
+        "misaligned",
+        (SEND,),
+    ),
+    Mutant(
+        "send: rotation without a wrap",
+        one(CHANNEL, "if (rotated >= D::kShard) rotated -= D::kShard;", ""),
+        "race deadlock",
+        says="waits for channel 'pooled'",
+    ),
+    # -- counters and flags
+    Mutant(
+        "publish: no release",
+        one(CHANNEL, ADD, "ptx::red_add_relaxed_sys(counter(ctx, ctx.heap()), 1);"),
+        "race",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(COUNTER),
+    ),
+    Mutant(
+        "publish: no __syncwarp",
+        one(CHANNEL, "__syncwarp();\n            if (ctx.lane == 0) " + ADD, "if (ctx.lane == 0) " + ADD),
+        "race",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(COUNTER),
+    ),
+    Mutant(
+        "publish: all lanes",
+        one(CHANNEL, "if (ctx.lane == 0) " + ADD, ADD),
+        "race",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(COUNTER),
+    ),
+    Mutant(
+        "wait: one arrival more",
+        one(CHANNEL, "u32 expected = D::kArrivals;", "u32 expected = D::kArrivals + 1;"),
+        "deadlock",
+        says="waits for channel 'normed' (counter)",
+        on=Variant(COUNTER),
+    ),
+    Mutant(
+        "wait: one arrival less",
+        one(CHANNEL, "u32 expected = D::kArrivals;", "u32 expected = D::kArrivals - 1;"),
+        "race unwritten",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(COUNTER),
+    ),
+    Mutant(
+        "wait: relaxed",
+        one(CHANNEL, "ptx::ld_acquire_gpu(word)", "ptx::ld_relaxed_gpu(word)"),
+        "race",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(COUNTER),
+    ),
+    Mutant(
+        "math: does not wait for its input",
+        one(DENSE, "if (!Op::In::wait(ctx)) return;", ""),
+        "race",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(COUNTER),
+    ),
+    Mutant(
+        "reset of counters: never",
+        one(
+            CHANNEL, "if (ctx.block == 0 && ctx.lane == 0) ptx::st_global_u32(counter(ctx, ctx.heap(), kAhead), 0);", ""
+        ),
+        wrong="empty slots",
+        on=Variant(COUNTER, tokens=1, launches=2),
+    ),
+    Mutant(
+        "flag: no fence",
+        one(CHANNEL, "ptx::fence_acq_rel_sys();", ""),
+        "race",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(FLAG),
+    ),
+    Mutant(
+        "flag: fence of gpu scope",
+        one(CHANNEL, "ptx::fence_acq_rel_sys();", "ptx::fence_acq_rel_gpu();"),
+        "race",
+        (*PLAIN_SENDS, PLAIN_LOAD),
+        on=Variant(FLAG, ranks=2),
+    ),
+    Mutant(
+        "flag: gpu scope of the wait",
+        one(CHANNEL, "ptx::ld_acquire_sys(word)", "ptx::ld_acquire_gpu(word)"),
+        "race",
+        ((CHANNEL, "ptx::ld_acquire_gpu(word)) >= expected"),),
+        on=Variant(FLAG, ranks=2),
+    ),
+    # -- a cluster
+    Mutant(
+        "cluster: to the wrong rank",
+        one(CHANNEL, "owner = place % Ctx::Kernel::kCluster;", "owner = (place + 1) % Ctx::Kernel::kCluster;"),
+        "unwritten deadlock",
+        wrong="pooled",
+        on=Variant(CLUSTER, tokens=1),
+    ),
+    Mutant(
+        "cluster: data to the wrong rank",
+        one(CHANNEL, "ptx::st_async(ptx::mapa(local, owner),", "ptx::st_async(ptx::mapa(local, owner ^ 1),"),
+        "bad_instruction",
+        ((CHANNEL, "ptx::st_async("),),
+        on=Variant(CLUSTER),
+    ),
+    Mutant(
+        "cluster: bytes not told",
+        one(
+            CHANNEL,
+            "ptx::mbarrier_arrive_expect_tx(bar, mine * D::kChunks * ctx.tokens * 64);",
+            "ptx::mbarrier_arrive(bar);",
+        ),
+        "unwritten",
+        ((CHANNEL, "ptx::ld_shared_v4(ClusterMap"),),
+        on=Variant(CLUSTER),
+    ),
+    Mutant(
+        "cluster: not waited for",
+        one(
+            CHANNEL,
+            "return wait_until(ctx, D::kIndex, 0, mine,",
+            "return true;\n        return wait_until(ctx, D::kIndex, 0, mine,",
+        ),
+        "unwritten",
+        ((CHANNEL, "ptx::ld_shared_v4(ClusterMap"),),
+        on=Variant(CLUSTER),
+    ),
+    Mutant(
+        "cluster: wait of the block's scope",
+        one(CHANNEL, "ptx::mbarrier_try_wait_parity_cluster(bar, 0)", "ptx::mbarrier_try_wait_parity(bar, 0)"),
+        "race",
+        ((CHANNEL, "ptx::ld_shared_v4(ClusterMap"),),
+        on=Variant(CLUSTER),
+    ),
+    Mutant(
+        "begin: no cluster barrier",
+        one(
+            KERNEL,
+            BEGIN + "\n            ptx::cluster_wait();",
+            "        __syncthreads();\n        if constexpr (K::kCluster > 1) {",
+        ),
+        "uninitialised_barrier race",
+        ((CHANNEL, "ptx::st_async("),),
+        on=Variant(CLUSTER),
+    ),
+    Mutant(
+        "end: no cluster barrier",
+        one(
+            KERNEL,
+            "kLastEpoch);\n        if constexpr (K::kCluster > 1) {",
+            "kLastEpoch);\n        if constexpr (false) {",
+        ),
+        "left",
+        ((CHANNEL, "ptx::st_async("),),
+        on=Variant(CLUSTER, expire=Expire.ANY),
+    ),
+    # -- launches
+    Mutant(
+        "attach: no wait for the launch before",
+        one(KERNEL, "if constexpr (K::kPdl) ptx::griddepcontrol_wait();", ""),
+        "race",
+        on=Variant(tokens=1, launches=2),
+    ),
+    Mutant(
+        "end: the epoch stands still",
+        one(KERNEL, "if (advance_epoch && threadIdx.x == 0)", "if (false)"),
+        wrong="cannot be read",
+        on=Variant(inputs=(0, 1)),
+    ),
+    Mutant(
+        "end: the epoch goes on too early",
+        one(KERNEL, "        __syncthreads();\n        if (advance_epoch", "        if (advance_epoch"),
+        "race",
+        on=Variant(launches=2),
+        missed="both accesses are strong, and every warp has long read the epoch when the producer is done",
+    ),
+    Mutant(
+        "share_of: loses the last tile",
+        one(TYPES, "n * (part + 1) / parts}", "n * (part + 1) / parts - (part + 1 == parts)}"),
+        "deadlock",
+        says="waits for channel",
+    ),
+    Mutant(
+        "wait_until: lanes leave one by one",
+        one(WAIT, "if (__all_sync(kFullMask, ok)) return true;", "if (ok || __all_sync(kFullMask, ok)) return true;"),
+        "diverged deadlock",
+        (VOTE, POLL),
+    ),
+)
+
+
+@cache
+def headers() -> dict[str, str]:
+    return resources.headers()
+
+
+def mutated(mutant: Mutant) -> dict[str, str]:
+    """The header library with the edits, each of a text that is there once."""
+    texts = dict(headers())
+    types = f"megagen/{TYPES}"  # the first header: without optimisation a mutant compiles in a third of the time
+    texts[types] = f'#pragma GCC optimize("O0")\n{texts[types]}'
+    for header, old, new in mutant.edits:
+        name = f"megagen/{header}"
+        assert texts[name].count(old) == 1, f"{name} has {texts[name].count(old)} times: {old}"
+        texts[name] = texts[name].replace(old, new)
+    return texts
+
+
+def place(header: str, text: str, texts: Mapping[str, str]) -> str:
+    """``megagen/header.cuh:line`` of a text that is there once."""
+    name = f"megagen/{header}"
+    before, found, after = texts[name].partition(text)
+    assert found and text not in after, f"{name} has not once: {text}"
+    return f"{name}:{before.count(chr(10)) + 1}"
+
+
+class Bench:
+    """Everything that mutants share: plans, and weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._checked: dict[str, pipeline.Checked] = {}
+        self._weights: dict[str, Weights] = {}
+
+    def checked(self, on: Variant) -> pipeline.Checked:
+        key = repr((on.choices, on.options, on.positive_zero))
+        if key not in self._checked:
+            schedule = Path("muse_moe.py")
+            if on.positive_zero:
+                text = (resources.schedules() / schedule).read_text("utf-8")
+                old = "s.sync(g.down >> g.combine, exchange)"
+                assert text.count(old) == 1
+                new = old.replace("exchange", "lamport(empty=POSITIVE_ZERO, copies=3)")
+                schedule = self.folder / "zero.py"
+                schedule.write_text(text.replace(old, new).replace("ALL_ONES,", "ALL_ONES, POSITIVE_ZERO,", 1))
+            request = pipeline.Request(schedule, tp=TP, choices=dict(on.choices), options=dict(on.options), tiny=True)
+            self._checked[key] = pipeline.check(request)
+        return self._checked[key]
+
+    def library(self, on: Variant, texts: Mapping[str, str]) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(resources, "headers", lambda: dict(texts))
+            return pipeline.emulated(self.checked(on), Settings.from_env())
+
+    def run(self, on: Variant, library: Path, seed: int) -> list[Check]:
+        """Launch in a fresh world and judge."""
+        checked = self.checked(on)
+        key = f"{checked.graph.model_dump_json()} {on.ranks}"
+        if key not in self._weights:
+            self._weights[key] = Weights.random(checked.graph, on.ranks)
+        weights = self._weights[key]
+        with World(checked.plan, library, live=on.ranks, seed=seed, race=True, expire=on.expire) as world:
+
+            def edit(rows: torch.Tensor) -> None:
+                if on.zero:
+                    rows[-1] = 0
+
+            verifier = Verifier(world, checked.graph, weights.packed, weights.env)
+            return verifier.check(on.tokens, seeds=on.inputs, launches=on.launches, edit=edit)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    return Bench(tmp_path_factory.mktemp("schedules"))
+
+
+def test_names_are_unique() -> None:
+    assert len({m.name for m in MUTANTS}) == len(MUTANTS)
+
+
+def parameters() -> list[Any]:
+    marks = {m.name: [pytest.mark.xfail(strict=True, reason=m.missed)] if m.missed else [] for m in MUTANTS}
+    return [pytest.param(m, id=m.name, marks=marks[m.name]) for m in MUTANTS]
+
+
+@pytest.mark.parametrize(
+    "on", [Variant(), Variant(COUNTER), Variant(FLAG), Variant(CLUSTER)], ids=lambda on: str(dict(on.choices))
+)
+def test_nothing_is_wrong_with_the_headers_as_they_are(bench: Bench, on: Variant) -> None:
+    library = bench.library(on, headers())
+    for seed in SEEDS:
+        wrong = [str(c) for c in bench.run(on, library, seed) if not c]
+        assert not wrong, f"seed {seed}: {wrong}"
+
+
+@pytest.mark.parametrize("mutant", parameters())
+def test_every_seed_finds_the_fault(bench: Bench, mutant: Mutant) -> None:
+    texts = mutated(mutant)
+    lines = [place(header, text, texts) for header, text in mutant.at]
+    library = bench.library(mutant.on, texts)
+    for seed in SEEDS:
+        try:
+            checks = bench.run(mutant.on, library, seed)
+        except EmulationError as error:
+            found = error.render()
+            assert isinstance(error.report, Report)
+            assert error.report.kind in mutant.kinds.split(), found
+            assert not lines or re.search("|".join(rf"{re.escape(line)}\b" for line in lines), found), (lines, found)
+            assert mutant.says in found
+            assert re.search(r"\b\w+\.\w+\b", error.message), f"no step: {found}"
+        except DeviceError as error:
+            assert mutant.wrong
+            assert mutant.wrong in str(error)
+        else:
+            wrong = [c.name for c in checks if not c]
+            assert mutant.wrong in wrong, f"seed {seed} finds nothing wrong but {wrong}"

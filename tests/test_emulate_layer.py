@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megagen.emulate.engine import Expire
 from megagen.errors import EmulationError, HangError
 from megagen.ir.plan import Plan
 
@@ -48,3 +49,19 @@ def test_expired_waits_are_reported_as_on_a_gpu_and_the_world_recovers(emulate: 
         kernel.world.recover()
         kernel.world.synchronize()
         assert not any(rank.leftovers() for rank in kernel.world.ranks)
+
+
+@pytest.mark.parametrize("sync", [{}, {"sync": "counter"}, {"sync": "cluster", "cluster": "2"}], ids=str)
+def test_a_launch_that_is_given_up_at_any_moment_ends(emulate: Any, sync: dict[str, str]) -> None:
+    """Nothing hangs, races or leaves early on that way; the hang is reported, unless the launch was faster."""
+    given_up = 0
+    for seed in range(8):
+        kernel = emulate("muse_moe.py", ranks=2, seed=seed, choices=sync, race=True, expire=Expire.ANY)
+        try:
+            kernel.check(tokens=2)
+        except HangError:
+            given_up += 1
+            kernel.world.recover()
+            kernel.world.synchronize()
+            assert not any(rank.leftovers() for rank in kernel.world.ranks)
+    assert given_up >= 4

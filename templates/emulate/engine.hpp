@@ -325,6 +325,7 @@ struct Engine {
     void deliver(u32 index);
     bool deliver_due();
     bool deliver_any();
+    void jump(u64 nanoseconds); // in which everything under way arrives
     void touch(u64 address);
     // By place, not by address: the same seed must do the same in every process.
     Watch& watch(u64 address) {

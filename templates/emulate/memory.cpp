@@ -357,6 +357,20 @@ bool Engine::deliver_due() {
     return true;
 }
 
+void Engine::jump(u64 nanoseconds) {
+    skipped += nanoseconds;
+    while (outstanding && !failed) {
+        if (!late.empty()) {
+            const u32 index = late.back();
+            late.pop_back();
+            deliver(index);
+            free_events.push_back(index);
+        } else {
+            pass_time(kHorizon);
+        }
+    }
+}
+
 void Engine::pass_time(u64 ticks) {
     for (const u64 end = now + ticks; now < end && !failed;) {
         const u64 next = now + 1, word = occupied[next % kHorizon / 64] >> next % 64;
@@ -1178,7 +1192,6 @@ void st_async(u32 to, u32 value, u32 bar, Site at) {
     written.lanes = 1;
     check_write(t, b.shadow[offset / 4], access, [&] { return place; }, at, e.config.race, false, &written);
     barrier.issued += 4;
-    barrier.copied = barrier.phase + 1;
     barrier.copier = access;
     b.valid[offset / 4] = 0;
     Event ev;

@@ -59,6 +59,6 @@ def test_a_tiny_layer_has_the_same_bits_but_for_approximations(
             print(
                 f"\n{tokens} tokens, {options or 'nn, nvfp4'}: {name}: {share:.2e} of the words differ, {worst:.2e}",
                 end="",
-            )  # noqa: T201
+            )
         assert share <= SHARE.get(name, EARLY), name
         assert worst <= DIFFERENCE, name

@@ -14,6 +14,8 @@ namespace megagen {
 // count starts again.
 constexpr u32 kLastEpoch = 0xfffffffbu;
 
+constexpr u32 kSettled = 50'000; // ns: far more than a store to another block of the cluster takes
+
 template <class K>
 struct Context {
     using Kernel = K;
@@ -58,7 +60,8 @@ struct Context {
         const u32 launches = epoch();
         odd = launches % 2;
         third = launches % 3;
-        dead = dead || ptx::ld_relaxed_sys(heap() + K::kAbortOffset) != 0;
+        // Another rank may set the word just now: the lanes must agree.
+        dead = __any_sync(kFullMask, dead || ptx::ld_relaxed_sys(heap() + K::kAbortOffset) != 0);
     }
 
     // This rank's exchange memory.
@@ -75,7 +78,8 @@ struct Context {
     // up those that consume them do not say so.
     __device__ __forceinline__ void drain() { Ring::drain(*this); }
 
-    // All warps meet: no one still reads the epoch, and no block leaves while its cluster may write to it.
+    // All warps meet: no one still reads the epoch, and no block leaves while its cluster may write to it. When the
+    // launch is given up, nobody waits for what others have sent to this block: it stays until that has arrived.
     __device__ __forceinline__ void end(bool advance_epoch) {
         debug::report(*this);
         __syncthreads();
@@ -84,6 +88,11 @@ struct Context {
         if constexpr (K::kCluster > 1) {
             ptx::cluster_arrive_relaxed();
             ptx::cluster_wait();
+            if (dead) {
+                const u32 began = ptx::globaltimer_lo();
+                while (ptx::globaltimer_lo() - began < kSettled) {
+                }
+            }
         }
     }
 

@@ -1,4 +1,4 @@
-"""Muse Spark models of a few layers as transformers makes them, and the part of a layer that the expert block computes."""
+"""Small Muse Spark models as transformers makes them, and the part of a layer that the expert block computes."""
 
 from __future__ import annotations
 

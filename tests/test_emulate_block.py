@@ -1,4 +1,4 @@
-"""The expert block on several emulated ranks: right by transformers' own modules, the same bits however it is placed."""
+"""The expert block on emulated ranks: right by transformers' own modules, the same bits however it is placed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_tokens_bits_do_not_depend_on_its_company(emulate: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_checkpoint_of_transformers_gives_the_same_block(tmp_path: Path, ranks: int) -> None:
-    """Each rank loads its shard of a model that transformers wrote; the result against its own modules, fp32 and bf16."""
+    """Each rank loads its shard of what transformers wrote; the result against its own modules, in fp32 and bf16."""
     import torch
 
     from megagen.bench.emulation import Emulation, Weights

@@ -179,7 +179,7 @@ KERNELS = (
         1: Fault(BAD, "threads disagree on how many meet"),
         **each(2, 3, 4, kinds=BAD, says="0 to 15, for whole warps of the block"),
         5: Fault(("deadlock",), "3 warps wait"),
-        6: Fault(("diverged", "bad_instruction"), xfail="the other halves have left, and who has left is not missed at a barrier"),
+        6: Fault(("diverged", "bad_instruction"), xfail="the other halves have left; no barrier misses who has left"),
         7: Fault(("diverged", "bad_instruction")),
     }, right=(0, 10), threads=128),
     Kernel("barriers.cu", "cluster_barrier", {

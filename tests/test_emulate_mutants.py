@@ -218,6 +218,7 @@ MUTANTS = (
         "left",
         (COPY,),
         on=Variant(expire=Expire.ANY),
+        seeds=(0, 1, 2),  # given up while copies are under way
     ),
     # -- mbarriers
     Mutant("init: one arrival more", one(BARRIER, "B::kCount)", "B::kCount + 1)"), "deadlock", says="waits for"),

@@ -100,7 +100,8 @@ class Engine:
 
     ``arena_bytes`` bounds the sum of all allocations. ``race``: report accesses that nothing orders. ``expire``
     (:class:`Expire`; True is STUCK): instead of a deadlock's report, time passes until bounded waits expire. ``seed``
-    picks the interleaving; the same one repeats it. ``plan`` gives errors their names. Use it in one thread at a time. Raises DeviceError when the
+    picks the interleaving; the same one repeats it. ``plan`` gives errors their names. Use it in one thread at a time.
+    Raises DeviceError when the
     library cannot be loaded or there is no memory. Buffers outlive :meth:`close`.
     """
 

@@ -45,7 +45,7 @@ class Names:
         return self._order.get(index, len(self._order))
 
     def still_to_produce(self, step: int) -> set[int]:
-        """The edges that a warp that is in ``step`` may yet signal or write to: it or a later step of its program does."""
+        """The edges that a warp in ``step`` may yet signal or write to, in it or in a later step of its program."""
         for kernel in self.plan.kernels if self.plan else ():
             for program in kernel.programs:
                 at = next((i for i, s in enumerate(program.steps) if s.index == step), None)

@@ -103,7 +103,8 @@ class World:
     ``library`` is what :func:`megagen.emulate.build.compile_library` made of the Plan's text. ``seed`` picks the
     interleaving of warps, blocks, ranks and messages. ``race``: report accesses that nothing orders. ``expire``: a
     deadlock becomes a HangError from the ranks' hang records, as on a GPU, instead of an EmulationError that lists
-    all waiting warps; with Expire.ANY waits expire in a healthy launch too. ``layers``: how many layers' tensors there must be room for. Raises DeviceError.
+    all waiting warps; with Expire.ANY waits expire in a healthy launch too. ``layers``: how many layers' tensors there
+    must be room for. Raises DeviceError.
     """
 
     def __init__(

@@ -11,9 +11,9 @@ from megagen.cli import pipeline
 
 pytestmark = pytest.mark.gpu
 
-# Of the words of a tensor, how many may differ. The emulator's MMA has the GPU's bits; its exp, division and inverse root
-# are rounded correctly and the GPU's are not, so a value near the middle between two bf16 numbers can go the other way, and
-# everything computed from it with it. Measured on an H200: none up to expert_out, then 2e-4, 2e-3.
+# Of the words of a tensor, how many may differ. The emulator's MMA has the GPU's bits; its exp, division and inverse
+# root are rounded correctly and the GPU's are not, so a value near the middle between two bf16 numbers can go the other
+# way, and everything computed from it with it. Measured on an H200: none up to expert_out, then 2e-4, 2e-3.
 SHARE = {"combined": 1e-2, "unpooled": 1e-2, "stream_out": 1.0, "routes": 1.0}
 EARLY = 1e-3
 DIFFERENCE = 2.0**-8  # of a row's largest number: one step of bf16. Measured: 1.8e-3 in bf16, 7.5e-4 in the stream
@@ -56,7 +56,7 @@ def test_a_tiny_layer_has_the_same_bits_but_for_approximations(
         share = float((ours != theirs).float().mean())
         worst = float(((ours - theirs).abs().float().amax(-1) / theirs.abs().float().amax(-1).clamp_min(1e-30)).max())
         with capsys.disabled():
-            print(
+            print(  # noqa: T201
                 f"\n{tokens} tokens, {options or 'nn, nvfp4'}: {name}: {share:.2e} of the words differ, {worst:.2e}",
                 end="",
             )

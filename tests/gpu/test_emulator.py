@@ -62,3 +62,28 @@ def test_a_tiny_layer_has_the_same_bits_but_for_approximations(
             )
         assert share <= SHARE.get(name, EARLY), name
         assert worst <= DIFFERENCE, name
+
+
+@pytest.mark.parametrize("name", ["multiply_bf16", "multiply_tf32", "multiply_tf32_low"])
+def test_mma_has_the_gpus_bits(name: str) -> None:
+    """Random, far-apart, cancelling and subnormal operands, infinities and NaNs."""
+    import numpy as np
+    from kernels.cases import CASES, FILES
+    from test_emulate_primitives import queue
+    from test_primitives import launch
+
+    from megagen.compile import compile_source
+    from megagen.emulate.build import compile_library
+    from megagen.emulate.engine import Engine
+    from megagen.runtime.driver import Module
+    from megagen.settings import Settings
+
+    (case,) = (c for c in CASES if c.name == name)
+    settings = Settings.from_env()
+    library = compile_library(case.source, kernels=FILES[case.file], settings=settings)
+    with Engine(library, arena_bytes=1 << 28) as engine:
+        out = queue(engine, case)
+        engine.run()
+        emulated = np.array(out, np.uint32).reshape(-1)
+    built = compile_source(case.source, kernels=FILES[case.file], archs=["sm_90a"], settings=settings)["sm_90a"]
+    assert np.array_equal(emulated, launch(Module(built.path), case).reshape(-1))

@@ -35,10 +35,17 @@ class Kernel:
     world: World
     verifier: Verifier
 
-    def check(self, tokens: int, **more: Any) -> list[Check]:
+    def check(self, tokens: int, *, context: int = 0, tree: bool = False, **more: Any) -> list[Check]:
         """Launch on random input and judge it: :meth:`megagen.bench.verify.Verifier.check`. Fails the test for a
-        result outside its bound; faults of the kernel are EmulationErrors."""
-        found = self.verifier.check(tokens, **more)
+        result outside its bound; faults of the kernel are EmulationErrors.
+
+        ``context``: tokens in the caches before; ``tree``: the launch's are a random tree (of the world's seed) instead
+        of a chain.
+        """
+        from megagen.runtime.step import Step
+
+        step = Step.random_tree(tokens, context, self.world.seed) if tree else Step.chain(tokens, context)
+        found = self.verifier.check(tokens, step=step, **more)
         wrong = [str(c) for c in found if not c]
         assert not wrong, f"seed {self.world.seed}: " + "\n".join(wrong)
         return found

@@ -24,6 +24,7 @@ from megagen.errors import DeviceError, MegagenError
 from megagen.ir.graph import Scope, TensorKind
 from megagen.models.muse_spark import MuseSparkConfig, expert_block
 from megagen.ops.reference import evaluate
+from megagen.runtime.step import Step
 from megagen.weights.random import random_layer, world_env
 
 # -- routes ----------------------------------------------------------------------------------------------------
@@ -222,8 +223,8 @@ class FakeSession:
     def poison(self) -> None:
         self.outputs["stream_out"].fill_(float("nan"))
 
-    def set_tokens(self, tokens: int) -> None:
-        self.tokens = tokens
+    def set_step(self, step: Step) -> None:
+        self.step, self.tokens = step, step.tokens
 
     def set_route_override(self, table: torch.Tensor | None) -> None:
         self.override = table

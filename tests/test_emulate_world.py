@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 
 from megagen import resources
 from megagen.bench.emulation import Emulation, Weights, refuse_too_large
+from megagen.bench.inputs import Inputs
 from megagen.cli import device, emulator, main, pipeline
 from megagen.emulate import compile_library
 from megagen.errors import DeviceError, HangError, MegagenError
 from megagen.ir.plan import Plan
 from megagen.runtime import heap, params
 from megagen.runtime.emulated import World
+from megagen.runtime.stack import Stack
+from megagen.runtime.step import Step
 from megagen.settings import Settings
 
 STAND_IN = Path(__file__).parent / "emulator"
@@ -38,6 +41,7 @@ extern "C" const char* {name}(const void* p) {{
   unsigned* epoch = (unsigned*)(a.heap[a.rank] + {epoch});
   for (int i = 0; i < {blocks}; ++i) ++epoch[i];
   for (unsigned i = 0; i < {width} * a.control[0]; ++i) ((float*)a.stream_out)[i] = 2 * ((const float*)a.stream)[i];
+  {keep}
   for (unsigned peer = 0; peer < a.live; ++peer) *((int*)(a.heap[peer] + {channel}) + a.rank) = 100 + a.rank;
   if (a.routes && a.routes[0] == 5) {{
     *(unsigned*)(a.heap[0] + {abort}) = 1;
@@ -57,11 +61,16 @@ def checked() -> pipeline.Checked:
 
 @pytest.fixture(scope="module")
 def library(checked: pipeline.Checked, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    plan = checked.plan
+    return stand_in(checked.plan, tmp_path_factory.mktemp("cache"))
+
+
+def stand_in(plan: Plan, cache: Path, keep: str = "") -> Path:
+    """``keep``: what the kernel does besides."""
     steps = [s for k in plan.kernels for p in k.programs for s in p.steps]
     text = KERNEL.format(
         members=" ".join(f"unsigned char* {p.name};" for p in params.pointers(plan)),
         name=plan.kernels[0].name,
+        keep=keep,
         epoch=plan.heap.epoch_offset,
         blocks=plan.launch.blocks,
         width=2048,
@@ -76,7 +85,7 @@ def library(checked: pipeline.Checked, tmp_path_factory: pytest.TempPathFactory)
         emulate = {f"megagen/emulate/{n}": (STAND_IN / n).read_text() for n in ("abi.hpp", "builtins.cuh")}
         patch.setattr(resources, "emulator_headers", lambda: emulate)
         patch.setattr(resources, "emulator_sources", lambda: {"engine.cpp": (STAND_IN / "engine.cpp").read_text()})
-        settings = Settings(cache_dir=tmp_path_factory.mktemp("cache"))
+        settings = Settings(cache_dir=cache)
         return compile_library(text, kernels=[plan.kernels[0].name], settings=settings)
 
 
@@ -95,6 +104,26 @@ def tensors(plan: Plan, rank: int = 0) -> dict[str, torch.Tensor]:
     rows = torch.arange(plan.tokens, dtype=torch.float32) + 100 * rank
     found["stream"] = rows.unsqueeze(1).expand(-1, 2048).contiguous()
     return found
+
+
+# Every token adds one to its own number's first key, and leaves what it read in the next layer's.
+KEEP = """
+  for (unsigned i = 0; i < a.control[0]; ++i) {
+    unsigned long at = 64 * ((a.control[1] + i) % 256) / 2;
+    ((unsigned*)a.next_k_cache)[at] = ((const unsigned*)a.k_cache)[at] + a.control[16 + i];
+  }
+  ((unsigned*)a.next_q)[0] = ((const unsigned*)a.q)[0] + a.control[32 + a.control[0] - 1];
+"""
+
+
+@pytest.fixture(scope="module")
+def layer() -> pipeline.Checked:
+    return pipeline.check(pipeline.Request(Path("muse_swa.py"), tp=TP, tiny=True))
+
+
+@pytest.fixture(scope="module")
+def layer_library(layer: pipeline.Checked, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stand_in(layer.plan, tmp_path_factory.mktemp("cache"), KEEP)
 
 
 def bound(world: World) -> list[Any]:
@@ -173,6 +202,62 @@ def test_what_is_already_there_is_not_copied(world: World) -> None:
     assert {n: t.data_ptr() for n, t in again.tensors.items()} == {n: t.data_ptr() for n, t in layer.tensors.items()}
     assert layer.tensors["stream_out"] is rank.outputs["stream_out"]
     assert all(t.data_ptr() % 256 == 0 for t in layer.tensors.values())
+
+
+def test_what_is_allocated_is_bound_where_it_is(layer: pipeline.Checked, layer_library: Path) -> None:
+    """One layer's state is the next one's input: the same memory, which launches write."""
+    world = World(layer.plan, layer_library)
+    rank = world.ranks[0]
+    mine = rank.allocate("next_k_cache")
+    assert (mine.shape, mine.dtype) == ((2, 256, 64), torch.bfloat16)
+    assert not mine.any()
+    writer = rank.bind({**tensors(layer.plan), "next_k_cache": mine})
+    reader = rank.bind({**writer.tensors, "k_cache": mine, "next_k_cache": rank.allocate("k_cache")})
+    assert writer.tensors["next_k_cache"] is reader.tensors["k_cache"] is mine
+    assert "next_k_cache" not in rank.outputs
+    rank.poison()
+    assert not mine.any()
+    given = tensors(layer.plan)
+    del given["next_v_cache"]
+    with pytest.raises(DeviceError, match="cannot be bound") as e:
+        rank.bind(given)
+    assert "next_v_cache: missing state" in e.value.render()
+    for name in ("o_proj_weight", "nobody"):
+        with pytest.raises(DeviceError, match=f"no input, output or state {name}"):
+            rank.allocate(name)
+
+
+def test_layers_in_a_row(layer: pipeline.Checked, layer_library: Path) -> None:
+    """Five launches: the stream doubles, the query sums masks, and each layer's caches come from the one before."""
+    world = World(layer.plan, layer_library, layers=8)
+    weights = {name for name, want in params.expected(layer.plan).items() if want.what == "weight"}
+    packed = [[{n: t for n, t in tensors(layer.plan).items() if n in weights} for _ in range(TP)]]
+    inputs = Inputs.random(layer.graph, TP, 3, 0, torch.device("cpu"), Step.chain(3, 255))
+    for values in inputs.ranks:
+        values["q"].zero_()
+        values["k_cache"].zero_()
+    stack = Stack(world, packed, inputs.ranks, layers=5)
+    for rank in world.ranks:
+        rank.set_step(inputs.step)
+    for _ in range(2):
+        stack.launch()
+        with pytest.raises(DeviceError, match="while launches are queued"):
+            stack.restore()
+        world.synchronize()
+        for rank, out in enumerate(stack.outputs):
+            assert torch.equal(out["stream_out"][:3], 32 * inputs.stream)
+            assert out["next_q"].view(torch.int32)[0, 0] == 5 * 7
+            for index, bound in enumerate(stack.bound):
+                keys = bound[rank].tensors["k_cache"].view(torch.int32)[0, :, 0]
+                times = index or 5  # the last layer writes the first one's
+                assert {i: int(x) for i, x in enumerate(keys) if x} == {
+                    255: times * 255,
+                    0: times * 256,
+                    1: times * 257,
+                }
+    assert len({b[0].tensors["k_cache"].data_ptr() for b in stack.bound}) == 5
+    assert len({b[0].tensors["stream"].data_ptr() for b in stack.bound}) == 2
+    assert len({b[0].tensors["o_proj_weight"].data_ptr() for b in stack.bound}) == 1
 
 
 def test_bind_names_every_problem(world: World) -> None:
@@ -295,6 +380,36 @@ def test_run_without_a_gpu_emulates(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, arguments = seen
     assert (plan.tp, plan.launch.blocks) == (8, pipeline.TINY_SMS)
     assert arguments == (1, range(2), 3, 9, None, 1, False, 1)
+
+
+def test_a_layer_with_caches_is_told_where_its_tokens_stand(
+    layer_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[Any] = []
+
+    def ran(*args: Any) -> Any:
+        steps.append(args[-1])
+        raise DeviceError("far enough")
+
+    monkeypatch.setattr(pipeline, "emulated", lambda checked, settings: layer_library)
+    monkeypatch.setattr(emulator, "run", ran)
+    command("emulate", "muse_swa.py", "--launch", "3", "--context", "70")
+    command("emulate", "muse_swa.py", "--launch", "9", "--tree", "--seed", "4")
+    assert steps == [Step.chain(3, 70), Step.random_tree(9, emulator.CONTEXT, 4)]
+    code, _, err = command("emulate", "muse_swa.py", "--context", "16384")
+    assert (code, len(steps)) == (1, 2)
+    assert "the table of rotations has 16384 positions" in err
+
+
+@pytest.mark.parametrize("options", [("--context", "0"), ("--tree",)])
+@pytest.mark.parametrize("name", ["emulate", "run", "bench"])
+def test_a_block_without_caches_has_no_context(
+    name: str, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "absent", lambda: False)
+    code, out, err = command(name, "muse_moe.py", *options)
+    assert (code, out) == (1, "")
+    assert f"{options[0]}: launches of muse_spark.expert_block.nn keep no caches" in err
 
 
 def test_the_fixture_builds_once_and_checks(

@@ -32,7 +32,8 @@ from megagen.ir.plan import (
     WeightPlan,
 )
 from megagen.runtime import driver, hang, heap, params
-from megagen.runtime.session import Session
+from megagen.runtime.session import Session, Uploads
+from megagen.runtime.step import Step
 
 WARPS, BLOCKS = 4, 6
 
@@ -395,6 +396,19 @@ def test_no_gpu_is_a_clear_error(plan: Plan, tmp_path: Any, monkeypatch: pytest.
 # -- session, as far as it needs no GPU ------------------------------------------------------------------------
 
 
+class Read:
+    """Stands for an event: which calls it got."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+
 @pytest.fixture
 def session(plan: Plan) -> Session:
     """A session whose buffers lie in host memory and that has never seen a driver."""
@@ -404,7 +418,8 @@ def session(plan: Plan) -> Session:
     made._expected, made._system = params.expected(plan), system()
     made.experts, made.top_k = 256, 8
     made.heap = torch.frombuffer(heap.image(plan), dtype=torch.uint8)
-    made._control = torch.zeros(16, dtype=torch.int32)
+    made._control, made._positions = torch.zeros(params.CONTROL_WORDS, dtype=torch.int32), None
+    made._uploads = Uploads([torch.zeros(params.CONTROL_WORDS, dtype=torch.int32)], Read)
     made._routes = torch.full((16, 8), -1, dtype=torch.int32)
     made.outputs = {"stream_out": aligned(torch.float32, 16, 8)}
     return made
@@ -470,7 +485,41 @@ def test_token_counts_out_of_range(session: Session, tokens: int) -> None:
     with pytest.raises(DeviceError, match="takes 1 to 16"):
         session.set_tokens(tokens)
     session.set_tokens(16)
-    assert session._control.tolist() == [16] + 15 * [0]
+    masks = [(2 << i) - 1 for i in range(16)]
+    assert session._control.tolist() == [16] + 15 * [0] + [*range(16)] + masks + 16 * [0]
+
+
+def test_a_step_is_refused_before_anything_is_written(session: Session) -> None:
+    session.set_step(Step.tree([-1, 0, 0], 7))
+    before = session._control.tolist()
+    assert before[:2] + before[16:20] + before[32:36] == [3, 7, 7, 8, 8, 0, 1, 3, 5, 0]
+    session._positions = 10
+    session.set_step(Step.chain(3, 7))
+    session.set_step(Step.tree([-1, 0, 0], 8))
+    with pytest.raises(DeviceError, match="position 10: the table of rotations of tiny has 10"):
+        session.set_step(Step.chain(3, 8))
+    assert session.step == Step.tree([-1, 0, 0], 8)
+    assert session._control[:2].tolist() == [3, 8]
+    session.plan = session.plan.model_copy(update={"tokens": 2})
+    with pytest.raises(DeviceError, match="3 tokens: a launch of tiny takes 1 to 2"):
+        session.set_step(Step.chain(3))
+
+
+def test_words_on_their_way_wait_for_the_buffer_only() -> None:
+    torch = pytest.importorskip("torch")
+    events: list[Read] = []
+
+    def event() -> Read:
+        events.append(Read())
+        return events[-1]
+
+    buffers = [torch.zeros(3, dtype=torch.int32) for _ in range(2)]
+    uploads, to = Uploads(buffers, event), torch.zeros(3, dtype=torch.int32)
+    for i in range(3):
+        uploads.send((i, -i, 10 * i), to)
+        assert to.tolist() == [i, -i, 10 * i]
+    assert [b.tolist() for b in buffers] == [[2, -2, 20], [1, -1, 10]]
+    assert [e.calls for e in events] == [["synchronize", "record"] * 2, ["synchronize", "record"]]
 
 
 def test_route_overrides(session: Session) -> None:

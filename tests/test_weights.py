@@ -11,17 +11,19 @@ from small_models import block_output, draw, small_model
 
 from megagen.errors import MegagenError, WeightError
 from megagen.ir.graph import Shard
-from megagen.models.muse_spark import MuseSparkConfig, expert_block
+from megagen.models.muse_spark import MuseSparkConfig, expert_block, read_config, sliding_layer
 from megagen.ops.compare import measure
 from megagen.ops.packing import Nvfp4, Tiles, dequantise, stages, unpack
 from megagen.ops.reference import evaluate
 from megagen.weights.checkpoint import Checkpoint, load_layer, load_reference
-from megagen.weights.random import random_layer, world_env
+from megagen.weights.random import random_layer, world_env, world_tensor
 
 pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
-CONFIG = MuseSparkConfig(hidden=2048, moe_hidden=2048, intermediate=1024, experts=16, layers=2)
+CONFIG = MuseSparkConfig(
+    hidden=2048, moe_hidden=2048, intermediate=1024, experts=16, layers=2, heads=16, kv_heads=2, window=128
+)
 PREFIX = "model.language_model.layers."
 SPLITS = [(1, "nn"), (2, "nn"), (4, "nn"), (8, "nn"), (1, "nk"), (2, "nk")]  # K of an NK shard is at least 512
 
@@ -39,10 +41,14 @@ def block(tp=1, split="nn", experts="bf16", tokens=16, config=CONFIG):
     return expert_block(tp=tp, tokens=tokens, split=split, experts=experts, config=config)
 
 
+def whole(tp=1, experts="bf16", tokens=16, config=CONFIG):
+    return sliding_layer(tp=tp, tokens=tokens, experts=experts, config=config)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """(directory, model): bf16 with fp32 router and gates, in several shards, written by save_pretrained."""
-    model = small_model(CONFIG)
+    model = small_model(CONFIG, sliding=True)
     torch.manual_seed(1)
     draw(model)
     for layer in model.model.language_model.layers:
@@ -103,6 +109,31 @@ def test_ranks_hold_their_slices_of_a_checkpoint(saved, tp, split):
                 torch.testing.assert_close(got.view(want.shape), want, rtol=1e-6, atol=0)
             else:
                 assert torch.equal(got.view(want.shape), want), name
+
+
+def test_the_config_is_read_as_it_was_made(saved):
+    assert read_config(saved[0]) == CONFIG
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "gate_proj")
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_layer_takes_its_attention_and_the_next_layers_projections(saved, tp):
+    """Of the stacked projections a rank has its share of each; the whole is one matrix after the other."""
+    directory, model = saved
+    graph, own, following = whole(tp), model.layers[0].state_dict(), model.layers[1].state_dict()
+    env, sources = load_reference(directory, 0, graph), Checkpoint(directory).open(0, graph)
+    matrices = [following[f"self_attn.{name}.weight"] for name in PROJECTIONS]
+    assert torch.equal(env["next_qkvg_weight"], torch.cat(matrices))
+    assert torch.equal(env["next_gain"], following["input_layernorm.weight"])
+    assert torch.equal(env["o_proj_weight"], own["self_attn.o_proj.weight"])
+    assert torch.equal(env["attention_gate"], own["post_attention_residual_gate.gate"])
+    for rank in range(tp):
+        got = sources["next_qkvg_weight"].read(rank=rank)
+        assert torch.equal(got, torch.cat([m.chunk(tp)[rank] for m in matrices]))
+        assert got.shape == (graph.weights()["next_qkvg_weight"].rows, CONFIG.hidden)
+        assert torch.equal(sources["o_proj_weight"].read(rank=rank), env["o_proj_weight"].chunk(tp, 1)[rank])
 
 
 def test_progress_counts_matrices(saved):
@@ -236,6 +267,35 @@ def test_missing_misshapen_and_wrongly_typed_tensors_are_listed_together(single,
         assert line in text
 
 
+def test_each_part_of_the_next_layers_projections_is_named(saved, tmp_path):
+    index = json.loads((saved[0] / "model.safetensors.index.json").read_text())
+    base, files = f"{PREFIX}1.self_attn.", index["weight_map"]
+    for file in set(files.values()):
+        (tmp_path / file).symlink_to(saved[0] / file)
+    del files[f"{base}k_proj.weight"], files[f"{PREFIX}1.input_layernorm.weight"]
+    files[f"{base}gate_proj.weight"] = files[f"{PREFIX}0.self_attn.o_proj.weight"] = "other.safetensors"
+    other = {f"{base}gate_proj.weight": (128, 2048), f"{PREFIX}0.self_attn.o_proj.weight": (1024, 2048)}
+    save_file({n: torch.zeros(shape).bfloat16() for n, shape in other.items()}, tmp_path / "other.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    text = refused(tmp_path, whole(2), layer=0)
+    assert "layer 0: 4 things do not fit" in text
+    for line in (
+        "layers.0.self_attn.o_proj.weight: expected BF16 [2048, 1024], found BF16 [1024, 2048]",
+        "layers.1.input_layernorm.weight: expected BF16 or F32 [2048], it is missing",
+        "layers.1.self_attn.k_proj.weight: expected BF16 [128, 2048], it is missing",
+        "layers.1.self_attn.gate_proj.weight: expected BF16 [1024, 2048], found BF16 [128, 2048]",
+    ):
+        assert line in text
+
+
+def test_the_last_layer_has_no_next_one(single):
+    text = refused(single[0], whole())
+    assert "layer 1: 5 things do not fit" in text
+    assert "layers.2.self_attn.q_proj.weight: expected BF16 [1024, 2048], it is missing" in text
+    assert "it has no layer 2, and muse_spark.sliding_layer.nn ends with the next layer's projections" in text
+    assert "the last layer needs a schedule of its own" in text
+
+
 def test_fp32_vectors_are_taken_as_they_are(single, tmp_path):
     gain = torch.randn(2048)
     directory = edited(single[0], tmp_path, **{"pre_feedforward_layernorm.weight": gain})
@@ -349,6 +409,40 @@ def test_the_world_is_what_live_ranks_and_their_rotated_messages_make(split, exp
     else:
         out = sum(messages(lambda s: torch.einsum("tsk,tsnk->tsn", mid(s), down[id(s)][ids])))
     torch.testing.assert_close(out, want["expert_out"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("live", [1, 2])
+def test_what_stays_on_a_rank_is_the_same_on_its_stand_ins(live):
+    """Plays each rank's own projections and what it makes of its own heads; only the sum's messages are rotated."""
+    tp = 4
+    config = CONFIG.model_copy(update={"intermediate": 2048, "heads": 32, "kv_heads": 4})
+    graph = whole(tp, "nvfp4", tokens=3, config=config)
+    shards = [random_layer(graph, 5, rank=rank) for rank in range(live)]
+    env, g = world_env(shards), torch.Generator().manual_seed(6)
+    parts = graph.weights()["next_qkvg_weight"].parts
+    stream = torch.randn(3, config.hidden, generator=g)
+    made = (stream @ env["next_qkvg_weight"].float().T).split([tp * n for n in parts], 1)
+    own = [(stream @ s.values["next_qkvg_weight"].float().T).split(parts, 1) for s in shards]
+    for i, got in enumerate(made):  # q, k, v, gate
+        torch.testing.assert_close(got, world_tensor([parts[i] for parts in own], tp // live, 1))
+    heads = [torch.randn(3, parts[0], generator=g) for _ in shards]
+    got = world_tensor(heads, tp // live, 1) @ env["o_proj_weight"].float().T
+    sent = [x @ s.values["o_proj_weight"].float().T for x, s in zip(heads, shards, strict=True)]
+    want = sum(message.roll(16 * j, -1) for message in sent for j in range(tp // live))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_world_tensors_are_in_rank_order():
+    a, b = torch.arange(2.0)[None], torch.arange(2.0, 4.0)[None]
+    assert world_tensor([a, b], 2, 1).tolist() == [[0, 1, 0, 1, 2, 3, 2, 3]]
+    assert world_tensor([a, b], 1, 0).tolist() == [[0, 1], [2, 3]]
+
+
+def test_a_layer_draws_the_weights_of_its_block():
+    alone, layer = random_layer(block(8, experts="nvfp4"), 3), random_layer(whole(2, "nvfp4"), 3)
+    for name in ("pre_ffn_gain", "residual_gate", "post_ffn_gain", "router_weight", "router_bias"):
+        assert torch.equal(alone.values[name], layer.values[name])
+    assert 0.09 < layer.values["next_gain"].float().std() < 0.11
 
 
 @pytest.mark.parametrize("extremes", [False, True])

@@ -15,7 +15,8 @@ from megagen.errors import DeviceError, MegagenError
 from megagen.ir.graph import Graph
 from megagen.ir.plan import Plan
 from megagen.runtime import params
-from megagen.runtime.emulated import World
+from megagen.runtime.emulated import LAYERS, World
+from megagen.runtime.step import Step
 
 COPIES = 4  # of each rank's weights: as packed, in the emulator, what it notes of them, the reference's
 
@@ -61,9 +62,10 @@ class Emulation:
         *,
         race: bool = False,
         expire: Expire | bool = False,
+        layers: int = LAYERS,
         progress: Callable[[], None] = lambda: None,
     ) -> World:
-        """A fresh one, in which nothing is bound."""
+        """A fresh one, in which nothing is bound; it has room for so many layers' tensors."""
         return World(
             self.plan,
             self.library,
@@ -71,6 +73,7 @@ class Emulation:
             seed=seed,
             race=race,
             expire=expire,
+            layers=layers,
             progress=progress,
         )
 
@@ -85,11 +88,13 @@ class Emulation:
         race: bool = False,
         launches: int = 1,
         experts: int | None = None,
+        step: Step | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> list[Check]:
         """For each seed a fresh world, an input and ``launches`` launches of it, judged by :meth:`Verifier.check`.
 
-        ``experts`` forces that many distinct ones. Raises EmulationError, whose ``seed`` repeats the fault alone.
+        ``experts`` forces that many distinct ones, ``step`` says where the tokens stand. Raises EmulationError, whose
+        ``seed`` repeats the fault alone.
         """
         found: dict[str, dict[str, Check]] = {}
         for seed in seeds:
@@ -99,7 +104,7 @@ class Emulation:
                     rank = world.ranks[0]
                     override = routes(experts, tokens, rank.top_k, seed, pool=rank.experts)
                 verifier = self.verifier(world)
-                for c in verifier.check(tokens, seeds=(seed,), launches=launches, route_override=override):
+                for c in verifier.check(tokens, seeds=(seed,), launches=launches, route_override=override, step=step):
                     found.setdefault(c.name, {})[f"seed {seed}" if len(seeds) > 1 else ""] = c
         return [worst(name, checks) for name, checks in found.items()]
 

@@ -55,18 +55,25 @@ def row(
     timing: Timing, *, plan: Plan | None, experts: int | None = None, what: str, command: str, notes: str = ""
 ) -> Row:
     """The row of a timing on this machine; ``plan`` None has no floor (a baseline that moves other bytes)."""
+    floor = None if plan is None else floor_us(plan, experts)
+    return figure(timing, floor=floor, unit="µs per layer", what=what, command=command, notes=notes)
+
+
+def figure(
+    timing: Timing, *, floor: float | None, unit: str, what: str, command: str, notes: str = "", per: float = 1.0
+) -> Row:
+    """The row of a timing on this machine; ``floor`` and the timing are in ``unit`` when divided by ``per``."""
     import torch
 
     from megagen.runtime import driver
 
-    floor = None if plan is None else round(floor_us(plan, experts), 2)
     return Row(
         what=what,
-        value=round(timing.median, 2),
-        unit="µs per layer",
-        floor=floor,
-        ratio=None if floor is None else round(timing.median / floor, 3),
-        spread=(round(timing.p10, 2), round(timing.p90, 2)),
+        value=round(timing.median / per, 2),
+        unit=unit,
+        floor=None if floor is None else round(floor / per, 2),
+        ratio=None if floor is None else round(timing.median / round(floor, 2), 3),
+        spread=(round(timing.p10 / per, 2), round(timing.p90 / per, 2)),
         machine=torch.cuda.get_device_name(),
         driver=driver.version(),
         versions=versions(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Timing:
-    """µs per layer over ``samples`` replays of a variant."""
+    """µs per layer over ``samples`` replays of a variant, or what :func:`host` says."""
 
     name: str
     median: float
@@ -79,3 +80,25 @@ def interleave(
                 samples[v.name].append(start.elapsed_time(end) * 1e3 / v.layers)
         progress()
     return {name: Timing.of(name, times) for name, times in samples.items()}
+
+
+def host(
+    name: str,
+    work: Callable[[], object],
+    settle: Callable[[], object],
+    *,
+    rounds: int = 50,
+    warmup: int = 5,
+    progress: Callable[[], None] = lambda: None,
+) -> Timing:
+    """µs that ``work`` keeps the host; ``settle`` brings all to rest after it. The first ``warmup`` do not count."""
+    samples = []
+    for index in range(warmup + rounds):
+        began = time.perf_counter()
+        work()
+        took = time.perf_counter() - began
+        settle()
+        if index >= warmup:
+            samples.append(took * 1e6)
+        progress()
+    return Timing.of(name, samples)

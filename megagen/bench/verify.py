@@ -1,22 +1,29 @@
-"""Every channel of one launch against the reference, and the routing by itself."""
+"""Every channel of one launch against the reference, and the routing by itself; of caches, what may not change."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf, isnan
+from typing import Any
 
 import torch
 
+from megagen.bench.inputs import Inputs, get, has_caches, stream_of, without
+from megagen.bench.inputs import random_stream as random_stream
 from megagen.errors import DeviceError
 from megagen.ir.graph import Graph, Op, TensorKind
+from megagen.ir.plan import ChannelPlan
+from megagen.ops.attention import Attention
 from megagen.ops.compare import Verdict, judge
 from megagen.ops.reference import evaluate
 from megagen.ops.top_k import TopK
+from megagen.runtime.params import TORCH_NAMES
 from megagen.runtime.rank import Layer, Live, Rank
+from megagen.runtime.step import Step
 from megagen.weights.random import LayerWeights
 
-Env = Mapping[str, torch.Tensor | Callable[[int], torch.Tensor]]
+Env = Mapping[str, Any]  # see megagen.ops.reference.evaluate
 Values = Mapping[str, torch.Tensor]
 
 
@@ -44,18 +51,11 @@ def verify(
     tokens: int,
     route_override: torch.Tensor | None = None,
     seed: int = 0,
+    step: Step | None = None,
 ) -> list[Check]:
     """One launch on random input, judged: :meth:`Verifier.check` for one seed. The session has the one live rank."""
     verifier = Verifier(session, graph, weights.packed(), weights.env(graph.tp))
-    return verifier.check(tokens, route_override=route_override, seeds=(seed,))
-
-
-def random_stream(tokens: int, graph: Graph, seed: int, device: torch.device) -> torch.Tensor:
-    """fp32 [tokens, hidden] of order one, the rows of different size."""
-    generator = torch.Generator(device).manual_seed(seed)
-    (stream,) = (t for t in graph.tensors.values() if t.kind is TensorKind.INPUT)
-    rows = torch.randn(tokens, stream.shape[1], generator=generator, device=device)
-    return rows * torch.logspace(-1, 1, tokens, device=device).unsqueeze(1)
+    return verifier.check(tokens, route_override=route_override, seeds=(seed,), step=step)
 
 
 class Verifier:
@@ -71,50 +71,93 @@ class Verifier:
         self.ranks: Sequence[Rank] = on.ranks
         self.session = self.ranks[0]
         self.top_k = next((op for op in graph.ops if isinstance(op, TopK)), None)
-        (stream,) = (t for t in graph.tensors.values() if t.kind is TensorKind.INPUT)
-        self.input_name = stream.name
+        self.input_name = stream_of(graph).name
+        self.state = [t.name for t in graph.tensors.values() if t.kind is TensorKind.STATE]
+        self.step = Step.chain(1)  # of the last launch
         each = [packed] if isinstance(packed, Mapping) else packed
         self.layers: list[Layer] = [
-            rank.bind({**weights, stream.name: torch.zeros(stream.shape, device=rank.device)})
-            for rank, weights in zip(self.ranks, each, strict=True)
+            rank.bind({**weights, **self._buffers(rank)}) for rank, weights in zip(self.ranks, each, strict=True)
         ]
         self.layer = self.layers[0]
-        self.stream = self.layer.tensors[stream.name]
+        self.stream = self.layer.tensors[self.input_name]
+        self._before: list[dict[str, torch.Tensor]] = []  # each rank's state when the last launch began
+
+    def _buffers(self, rank: Rank) -> dict[str, torch.Tensor]:
+        """Zeros for the inputs and the state."""
+        kinds = (TensorKind.INPUT, TensorKind.STATE)
+        found = [t for t in self.graph.tensors.values() if t.kind in kinds]
+        types = {t.name: getattr(torch, TORCH_NAMES[t.dtype]) for t in found}
+        return {t.name: torch.zeros(t.shape, dtype=types[t.name], device=rank.device) for t in found}
+
+    def inputs(self, tokens: int, seed: int = 0, step: Step | None = None) -> Inputs:
+        """Random ones for the live ranks."""
+        return Inputs.random(self.graph, len(self.ranks), tokens, seed, self.session.device, step)
 
     def launch(
-        self, rows: torch.Tensor, route_override: torch.Tensor | None = None, *, launches: int = 1
+        self,
+        given: torch.Tensor | Inputs,
+        route_override: torch.Tensor | None = None,
+        *,
+        launches: int = 1,
+        step: Step | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Run launches on ``rows`` fp32 [tokens, hidden]; :meth:`values` of what the last one made on the first rank.
+        """Run launches on ``given`` inputs; :meth:`values` of what the last one made on the first rank.
 
-        Unused rows of the input and all of the output hold NaN beforehand. All launches are in the streams before
-        the first is waited for.
+        Rows fp32 [tokens, hidden] are the stream of otherwise random inputs, of ``step``. Unused rows of the input and
+        all of the output hold NaN beforehand, the state random bits. All launches are in the streams before the first
+        is waited for.
         """
-        tokens = len(rows)
-        for rank, layer in zip(self.ranks, self.layers, strict=True):
-            stream = layer.tensors[self.input_name]
-            with rank.writing(stream):
-                stream.fill_(float("nan"))
-                stream[:tokens] = rows
+        inputs = given if isinstance(given, Inputs) else self.inputs(len(given), 0, step).with_stream(given)
+        self.step, self._before = inputs.step, []
+        for rank, layer, values in zip(self.ranks, self.layers, inputs.ranks, strict=True):
+            for name, value in values.items():
+                place = layer.tensors[name]
+                with rank.writing(place):
+                    place.fill_(float("nan"))
+                    place[: len(value)] = value
+            self._before.append({name: self._scramble(rank, layer.tensors[name]) for name in self.state})
             rank.poison()
-            rank.set_tokens(tokens)
+            rank.set_step(self.step)
             rank.set_route_override(route_override)
         for _ in range(launches):
             for rank, layer in zip(self.ranks, self.layers, strict=True):
                 rank.launch(layer)
         self.on.synchronize()
-        return self.values(tokens)
+        return self.values(self.step.tokens)
+
+    def _scramble(self, rank: Rank, place: torch.Tensor) -> torch.Tensor:
+        """Fill state with random bits, NaNs among them; a copy of them."""
+        generator = torch.Generator(place.device).manual_seed(rank.rank)
+        size = place.numel() * place.element_size()
+        raw = torch.randint(256, (size,), dtype=torch.uint8, generator=generator, device=place.device)
+        bits = raw.view(place.dtype).view(place.shape)
+        with rank.writing(place):
+            place.copy_(bits)
+        return bits
+
+    def strays(self) -> list[str]:
+        """Which ranks' states the last launch changed elsewhere than in the slots of its own tokens."""
+        numbers = self.step.numbers
+        return [
+            f"{name} of rank {rank.rank}"
+            for rank, layer, before in zip(self.ranks, self.layers, self._before, strict=True)
+            for name, bits in before.items()
+            if not same_bits(without(layer.tensors[name], numbers), without(bits, numbers))
+        ]
 
     def values(self, tokens: int, rank: Rank | None = None) -> dict[str, torch.Tensor]:
         """What the last launch left in the readable channels and outputs, cut to ``tokens``, by tensor name.
 
-        Of the first rank, or the one given.
+        Of the first rank, or the one given. Of caches the tokens' own slots, [tokens, heads * dim].
         """
         session = rank or self.session
-        channels = [c for c in session.plan.channels if not session.unreadable(c)]
+        tensors = next(layer for r, layer in zip(self.ranks, self.layers, strict=True) if r is session).tensors
+        channels = [c for c in session.plan.channels if not self._uncompared(session, c)]
         found = {c.name: session.read(c.name) for c in channels} | {
             name: out.clone() for name, out in session.outputs.items()
         }
-        return {name: x.narrow(self._token_axis(name), 0, tokens) for name, x in found.items()}
+        cut = {name: x.narrow(self._token_axis(name), 0, tokens) for name, x in found.items()}
+        return cut | {name: get(tensors[name], self.step.numbers[:tokens]) for name in self.state}
 
     def check(
         self,
@@ -124,22 +167,27 @@ class Verifier:
         seeds: Sequence[int] = (0,),
         edit: Callable[[torch.Tensor], None] = lambda rows: None,
         launches: int = 1,
+        step: Step | None = None,
     ) -> list[Check]:
         """Launch once a seed (or ``launches`` times) and judge every channel of every rank over all of them.
 
-        ``edit`` changes the random input in place. Rows that it makes NaN or infinite are left out where the
-        reference is not finite either. Several ranks must also agree, to the bit, on what all of them hold. Raises
-        EmulationError, HangError or DeviceError when a launch fails.
+        ``step``: of the ``tokens``, a chain after nothing by default. ``edit`` changes the random stream in place. Rows
+        that it makes NaN or infinite are left out where the reference is not finite either. Several ranks must also
+        agree, to the bit, on what all of them hold. Raises EmulationError, HangError or DeviceError when a launch
+        fails.
         """
         seen: dict[str, dict[str, _Compared]] = {}  # by tensor and rank
         routing = _Routing()
         left: list[str] = []
         differ: list[str] = []
+        strays: list[str] = []
         for seed in seeds:
-            rows = random_stream(tokens, self.graph, seed, self.session.device)
+            inputs = self.inputs(tokens, seed, step)
+            rows = inputs.stream
             edit(rows)
-            made = self.launch(rows, route_override, launches=launches)
-            env = {**self.env, self.input_name: rows}
+            made = self.launch(inputs, route_override, launches=launches)
+            strays += [f"{x}, seed {seed}" for x in self.strays()]
+            env: dict[str, Any] = {**self.env, **inputs.env}
             override = None if route_override is None else route_override[:tokens].to(rows.device)
             ids = self._route(made, env, override, rows.isfinite().all(1), routing)
             if ids is not None:
@@ -162,8 +210,11 @@ class Verifier:
         checks += [
             Check(c.name, True, f"not compared: it {reason}", skipped=True)
             for c in self.session.plan.channels
-            if (reason := self.session.unreadable(c)) is not None
+            if (reason := self._uncompared(self.session, c)) is not None
         ]
+        if has_caches(self.graph):
+            kept = "the same bits but in the tokens' own slots"
+            checks.append(Check("rest of the cache", not strays, "; ".join(f"{x} differs" for x in strays) or kept))
         checks.append(Check("empty slots", not left, "; ".join(left) or "all empty again"))
         if len(self.ranks) > 1:
             agreed = "the same bits in what all ranks hold"
@@ -179,6 +230,19 @@ class Verifier:
                 if tensor == name:
                     return op, port
         raise DeviceError(f"no op of {self.graph.name} makes {name}")
+
+    def _uncompared(self, rank: Rank, channel: ChannelPlan) -> str | None:
+        """Why a channel is left out, or None when the reference has its like."""
+        if (reason := rank.unreadable(channel)) is not None:
+            return reason
+        op, port = self._writer(channel.name)
+        if port != "partials":
+            return None
+        if isinstance(op, Attention):
+            return "holds parts of softmaxes"
+        if (out := op.outputs.get("out")) is not None and self.graph.tensors[out].reduce and self.graph.tp > 1:
+            return "holds parts of one rank's contribution"
+        return None
 
     def _token_axis(self, name: str) -> int:
         _, port = self._writer(name)
@@ -235,14 +299,15 @@ class Verifier:
                 ours = value[:, op.k :].contiguous().view(torch.float32)
             elif port == "partials":
                 ours = _sum(value).transpose(0, 1).flatten(1)
-                # This rank's columns of the op's whole output, or the logits.
+                # This rank's columns of the op's whole output, or what has no other name (logits).
                 whole, axis = tensor if tensor in reference else op.outputs["out"], 1
             else:
                 ours, whole = _sum(value.float()) if self.graph.tensors[tensor].reduce else value, tensor
             width = ours.shape[axis]  # a tensor that stays on its rank is this rank's slice of the whole
             replicated = width == reference[whole].shape[axis]
-            first = 0 if replicated else shard * width
-            want, twin = (x[whole].narrow(axis, first, width) for x in (reference, model))
+            weight = op.weights.get("weight")
+            parts = weight.parts if port == "partials" and weight is not None and weight.parts else (width,)
+            want, twin = (x[whole] if replicated else _shard(x[whole], shard, axis, parts) for x in (reference, model))
             found[name] = _Pair(tensor, ours, want, twin, replicated)
         return found
 
@@ -279,6 +344,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of one type hold the same bits, NaNs included."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32}[a.element_size()]
     return bool(torch.equal(a.contiguous().view(integers), b.contiguous().view(integers)))
+
+
+def _shard(whole: torch.Tensor, shard: int, axis: int, parts: Sequence[int]) -> torch.Tensor:
+    """A rank's slice; of each of several matrices stacked along ``axis``, of which it has ``parts``."""
+    ranks = whole.shape[axis] // sum(parts)
+    starts = [ranks * sum(parts[:i]) + shard * part for i, part in enumerate(parts)]
+    return torch.cat([whole.narrow(axis, at, part) for at, part in zip(starts, parts, strict=True)], dim=axis)
 
 
 def _sum(parts: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ ALL_ONES = 0xFFFFFFFF  # a NaN that no conversion makes; neither an expert's id 
 LEAST_COPIES = {Scope.RANK: 2, Scope.WORLD: 3}
 COUNTED = {SyncKind.COUNTER, SyncKind.FLAG}
 MOST_COPIES = 3  # comm/channel.cuh
-HANDS_BACK = {"finish", "select"}  # roles that read each element in one block and then empty it
 
 
 def channels(plan: Plan) -> Iterator[Finding]:
@@ -116,7 +115,7 @@ def _reuse(plan: Plan, c: ChannelPlan) -> None:
         refuse(RULE, f"{c.name} is emptied by its reader: one copy, not {c.copies}", c.source, hint="copies=1")
     if len(c.readers) != 1:
         refuse(RULE, f"{c.name} has several readers ({readers}): none may empty it", c.source, hint=hint)
-    if c.readers[0].role not in HANDS_BACK or placed(plan)[c.readers[0].op, c.readers[0].role].every_block:
+    if not placed(plan)[c.readers[0].op, c.readers[0].role].hands_back:
         refuse(RULE, f"{readers} reads {c.name} in several blocks: none may empty it", c.source, hint=hint)
 
 

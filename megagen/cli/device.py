@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING
 
 from megagen.cli import report
 from megagen.cli.explain import computed, nominal
-from megagen.cli.pipeline import Built
+from megagen.cli.pipeline import Built, placed
 from megagen.cli.sheets import Column, Sheet, counted, megabytes
 from megagen.errors import MegagenError
 
 if TYPE_CHECKING:
     import torch
 
+    from megagen.bench.measure import Row
     from megagen.bench.timing import Timing
+    from megagen.runtime.session import Session
+    from megagen.runtime.step import Step
 
 WARMUP = 5  # rounds that do not count
+CONTEXT = 4096  # tokens in the caches, of layers that have some: more than a window
+WHOLE = 62  # layers of a step, where the graph does not say
 
 
 def require() -> None:
@@ -39,7 +44,15 @@ def absent() -> bool:
     return not torch.cuda.is_available()
 
 
-def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: Path | None, layer: int) -> Sheet:
+def run(
+    built: Built,
+    tokens: int,
+    experts: int | None,
+    seeds: int,
+    checkpoint: Path | None,
+    layer: int,
+    step: Step | None = None,
+) -> Sheet:
     """Launch once a seed and judge all that the launches left. Weights are random unless there is a checkpoint."""
     from megagen.bench.verify import Verifier
     from megagen.runtime.session import Session
@@ -57,14 +70,20 @@ def run(built: Built, tokens: int, experts: int | None, seeds: int, checkpoint: 
             packed = load_layer(checkpoint, layer, graph, rank=0, device=session.device)
             env = load_reference(checkpoint, layer, graph, device=session.device)
         override = None if experts is None else table(session.experts, session.top_k, experts, tokens, seed=0)
-        checks = Verifier(session, graph, packed, env).check(tokens, route_override=override, seeds=range(seeds))
+        verifier = Verifier(session, graph, packed, env)
+        checks = verifier.check(tokens, route_override=override, seeds=range(seeds), step=step)
 
-    return report.checks(checks, f"{counted(tokens, 'token')}, {counted(seeds, 'seed')}")
+    return report.checks(checks, f"{counted(tokens, 'token')}{placed(step)}, {counted(seeds, 'seed')}")
 
 
-def steps(layers: int, rounds: int) -> int:
-    """How often :func:`bench` reports a step."""
-    return layers + WARMUP + rounds
+def steps(layers: int, rounds: int, stretches: int = 1) -> int:
+    """How often :func:`bench` reports progress; :func:`bench_step` times two stretches."""
+    return layers + stretches * (WARMUP + rounds)
+
+
+def whole(built: Built) -> int:
+    """Layers of the whole model."""
+    return int(getattr(built.graph.attributes.get("config"), "layers", WHOLE))
 
 
 def bench(
@@ -74,27 +93,27 @@ def bench(
     rounds: int,
     command: str,
     record: bool,
-    step: Callable[[], None],
+    progress: Callable[[], None],
     *,
     bounded: bool = True,
+    step: Step | None = None,
 ) -> Sheet:
     """Time the variants in turns: CUDA graphs over the same ``layers`` layers, routing drawn anew each replay.
 
-    ``experts``: distinct ones of a launch, by default the plan's nominal number; a graph may have none.
+    Each layer works on what the one before made. ``experts``: distinct ones of a launch, by default the plan's nominal
+    number; a graph may have none. ``step``: of all the plan's tokens, for layers with caches.
     """
     from megagen.bench import measure
+    from megagen.bench.inputs import Inputs
     from megagen.bench.timing import Variant, interleave
-    from megagen.bench.verify import random_stream
-    from megagen.ir.graph import TensorKind
     from megagen.runtime.session import Session
-    from megagen.weights.random import random_layer
+    from megagen.runtime.stack import Stack
 
     some = next(iter(built.values()))
     graph, plan = some.graph, some.plan
     experts = experts or plan.nominal_experts
     routed = nominal(plan, experts)
     target = _measurements(plan.name) if record else None
-    (stream,) = (t.name for t in graph.tensors.values() if t.kind is TensorKind.INPUT)
     with ExitStack() as stack:
         sessions = {
             name: stack.enter_context(
@@ -103,23 +122,17 @@ def bench(
             for name, b in built.items()
         }
         device = next(iter(sessions.values())).device
-        rows = random_stream(graph.tokens, graph, 0, device)
-        packed = []
-        for seed in range(layers):
-            packed.append(random_layer(graph, seed, device).packed())
-            step()
+        inputs = Inputs.random(graph, 1, graph.tokens, 0, device, step)
+        packed = _packed(some, layers, device, progress)
+        stacks = []  # which the graphs launch
 
         def variant(name: str, session: Session) -> Variant:
-            replay = session.capture([session.bind({**weights, stream: rows}) for weights in packed])
+            stacks.append(Stack(session, packed, inputs.ranks))
+            session.set_step(inputs.step)
+            replay = stacks[-1].capture(restore=False)
+            return Variant(name, replay.replay, layers, lambda sample: _reroute(session, some, experts, sample))
 
-            def reroute(sample: int) -> None:
-                if not plan.nominal_experts:
-                    return
-                session.set_route_override(table(session.experts, session.top_k, experts, graph.tokens, sample))
-
-            return Variant(name, replay.replay, layers, reroute)
-
-        timings = interleave([variant(*s) for s in sessions.items()], rounds=rounds, warmup=WARMUP, progress=step)
+        timings = interleave([variant(*s) for s in sessions.items()], rounds=rounds, warmup=WARMUP, progress=progress)
         for session in sessions.values():
             session.synchronize()  # a launch that gave up is quick: it must not pass for a time
 
@@ -130,7 +143,7 @@ def bench(
             experts=experts or None,
             what=f"{graph.attributes['figure']}.{timing.name}",
             command=command,
-            notes=notes(some, experts, layers, timing.samples, bounded=bounded),
+            notes=notes(some, experts, layers, timing.samples, bounded=bounded, step=step),
         )
 
     figures = {name: figure(timing) for name, timing in timings.items()}
@@ -139,7 +152,7 @@ def bench(
     nbytes = measure.weight_bytes(plan, experts or None)
     return Sheet(
         "figures",
-        f"µs a layer: {routed}, {counted(layers, 'layer')}, {rounds} replays",
+        f"µs a layer: {routed}{placed(step)}, {counted(layers, 'layer')}, {rounds} replays",
         (
             Column("variant", "variant"),
             Column("median", lambda r: f"{r['value']:.1f}", right=True),
@@ -155,15 +168,116 @@ def bench(
     )
 
 
-def notes(built: Built, experts: int, layers: int, replays: int, *, bounded: bool) -> str:
-    """What a recorded figure is of, beyond the plan's name."""
+def bench_step(
+    built: Built,
+    experts: int | None,
+    layers: int,
+    rounds: int,
+    command: str,
+    record: bool,
+    progress: Callable[[], None],
+    *,
+    bounded: bool = True,
+    step: Step | None = None,
+) -> Sheet:
+    """Time one CUDA graph over all layers of the model, with ``layers`` distinct weights in turn, and the host's part:
+    telling the device what to work on and replaying the graph."""
+    from megagen.bench import measure
+    from megagen.bench.inputs import Inputs
+    from megagen.bench.timing import Variant, host, interleave
+    from megagen.runtime.session import Session
+    from megagen.runtime.stack import Stack
+
+    graph, plan, count = built.graph, built.plan, whole(built)
+    experts = experts or plan.nominal_experts
+    target = _measurements(plan.name) if record else None
+    path = built.artifacts[plan.machine.arch].path
+    with Session(plan, path, timeout_ms=2000 if bounded else 0) as session:
+        inputs = Inputs.random(graph, 1, graph.tokens, 0, session.device, step)
+        stack = Stack(session, _packed(built, layers, session.device, progress), inputs.ranks, layers=count)
+        session.set_step(inputs.step)
+        name = f"layers{count}"
+        replay = stack.capture(restore=False)
+        variant = Variant(name, replay.replay, count, lambda sample: _reroute(session, built, experts, sample))
+        timing = interleave([variant], rounds=rounds, warmup=WARMUP, progress=progress)[name]
+
+        def work() -> None:
+            session.set_step(inputs.step)
+            replay.replay()
+
+        busy = host("host", work, session.synchronize, rounds=rounds, warmup=WARMUP, progress=progress)
+
+    def row(of: Timing, unit: str, per: float, floor: float | None) -> Row:
+        return measure.figure(
+            of,
+            floor=floor,
+            unit=unit,
+            per=per,
+            what=f"step.{of.name}",
+            command=command,
+            notes=notes(built, experts, layers, of.samples, bounded=bounded, step=step, launches=count),
+        )
+
+    least = measure.floor_us(plan, experts or None)
+    figures = [row(timing, "ms", 1e3 / count, count * least), row(busy, "µs", 1.0, None)]
+    if target is not None:
+        measure.append(target, figures)
+    return Sheet(
+        "figures",
+        f"A step of {counted(count, 'layer')}: {nominal(plan, experts)}{placed(step)}, {rounds} replays",
+        (
+            Column("what", "what"),
+            Column("median", lambda r: f"{r['value']:.2f}", right=True),
+            Column("p10", lambda r: f"{r['spread'][0]:.2f}", right=True),
+            Column("p90", lambda r: f"{r['spread'][1]:.2f}", right=True),
+            Column("unit", "unit"),
+            Column("floor", lambda r: "" if r["floor"] is None else f"{r['floor']:.2f}", right=True),
+            Column("ratio", lambda r: "" if r["ratio"] is None else f"{r['ratio']:.2f}", right=True),
+        ),
+        [f.model_dump(mode="json") for f in figures],
+        note="Stand-ins take the place of the other ranks: the time of their links is not in these figures."
+        + (f"\nAppended to {target}." if target else ""),
+    )
+
+
+def _packed(
+    built: Built, layers: int, device: torch.device, progress: Callable[[], None]
+) -> list[dict[str, torch.Tensor]]:
+    """Random weights of so many layers."""
+    from megagen.weights.random import random_layer
+
+    found = []
+    for seed in range(layers):
+        found.append(random_layer(built.graph, seed, device).packed())
+        progress()
+    return found
+
+
+def _reroute(session: Session, built: Built, experts: int, sample: int) -> None:
+    """Draw the sample's routing, if there is any."""
+    if built.plan.nominal_experts:
+        session.set_route_override(table(session.experts, session.top_k, experts, built.graph.tokens, sample))
+
+
+def notes(
+    built: Built,
+    experts: int,
+    layers: int,
+    replays: int,
+    *,
+    bounded: bool,
+    step: Step | None = None,
+    launches: int | None = None,
+) -> str:
+    """What a recorded figure is of, beyond the plan's name. ``launches``: of a replay, if not one a distinct layer."""
     plan = built.plan
+    of = "" if launches is None else f"{counted(launches, 'layer')} with the weights of "
     return "; ".join(
         (
             computed(plan, built.options),
             f"tp {plan.tp} on one GPU, stand-ins for the other ranks",
-            nominal(plan, experts) + (", new routing each replay" if plan.nominal_experts else ""),
-            f"{counted(layers, 'distinct layer')} in a CUDA graph, {counted(replays, 'replay')}",
+            nominal(plan, experts) + placed(step) + (", new routing each replay" if plan.nominal_experts else ""),
+            f"{of}{counted(layers, 'distinct layer')} in a CUDA graph, {counted(replays, 'replay')}",
             "bounded waits" if bounded else "unbounded waits",
         )
     )

@@ -88,6 +88,11 @@ Options = Annotated[
     list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help="A parameter of the schedule file; repeats.")
 ]
 Unfused = Annotated[bool, typer.Option("--unfused", help="The same ops, a kernel each.")]
+Context = Annotated[
+    int | None,
+    typer.Option("--context", min=0, help="Tokens in the caches before the launch's, for a layer that has caches."),
+]
+Tree = Annotated[bool, typer.Option("--tree", help="The launch's tokens are a random tree, not a chain.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
 
 
@@ -211,13 +216,15 @@ def run(
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Random inputs to judge together.")] = 1,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Weights from here, not random.")] = None,
     layer: Annotated[int, typer.Option("--layer", help="The checkpoint's layer.")] = 1,
+    context: Context = None,
+    tree: Tree = False,
     as_json: Json = False,
 ) -> None:
     """Launch on the GPU and compare the routing and every op's output with the reference.
 
     Without a GPU, a tiny layer is emulated on the CPU.
     """
-    from megagen.cli import device
+    from megagen.cli import device, pipeline
 
     if checkpoint is not None and tp != 1:
         raise MegagenError(
@@ -228,12 +235,15 @@ def run(
         what = "a tiny layer" if checkpoint is None else "the checkpoint's layer"
         typer.echo(f"no GPU here: emulating {what} on the CPU", err=True)
         plan = replace(request, tiny=True)
-        return _emulated(plan, 1, range(seeds), launch or tokens, experts, layer, as_json=as_json)
+        return _emulated(
+            plan, 1, range(seeds), launch or tokens, experts, layer, context=context, tree=tree, as_json=as_json
+        )
     checked = _checked(request)
+    step = pipeline.step(checked, launch or tokens, context, tree=tree, usual=device.CONTEXT)
     device.require()
     built = _built(checked, [checked.plan.machine.arch])
     with _working(f"running {built.plan.name}"):
-        sheet = device.run(built, launch or tokens, experts, seeds, checkpoint, layer)
+        sheet = device.run(built, launch or tokens, experts, seeds, checkpoint, layer, step)
     return _judged(built, sheet, as_json)
 
 
@@ -261,6 +271,8 @@ def emulate(
     race: Annotated[bool, typer.Option("--race", help="Report accesses that nothing orders.")] = False,
     checkpoint: Annotated[Path | None, typer.Option("--checkpoint", help="Weights from here, not random.")] = None,
     layer: Annotated[int, typer.Option("--layer", help="The checkpoint's layer.")] = 1,
+    context: Context = None,
+    tree: Tree = False,
     as_json: Json = False,
 ) -> None:
     """Run the kernel's own text on the CPU, find its faults, and compare it with the reference. Needs no GPU."""
@@ -275,6 +287,8 @@ def emulate(
         layer,
         race=race,
         launches=launches,
+        context=context,
+        tree=tree,
         as_json=as_json,
     )
 
@@ -292,24 +306,37 @@ def bench(
         int | None, typer.Option("--experts", min=1, help="Distinct experts of a launch.  [default: the plan's]")
     ] = None,
     layers: Annotated[int, typer.Option("--layers", min=1, help="Distinct layers of a replay.")] = 8,
+    context: Context = None,
+    tree: Tree = False,
+    whole: Annotated[
+        bool, typer.Option("--step", help="Time a graph of the model's every layer instead, and the host's part.")
+    ] = False,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays that count.")] = 50,
     unbounded: Annotated[bool, typer.Option("--unbounded", help="Compile the bound of waits out.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
     as_json: Json = False,
 ) -> None:
     """Time the fused kernel and the same ops as one kernel each, beside the bytes and the floor."""
-    from megagen.cli import device, explain
+    from megagen.cli import device, explain, pipeline
 
-    wanted = [only] if only else list(Only)
+    if whole and only is Only.unfused:
+        raise typer.BadParameter("--step times the fused kernel: leave out --only unfused")
+    wanted = [Only.fused] if whole else [only] if only else list(Only)
     found = {
         o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted
     }
+    one = next(iter(found.values()))
+    step = pipeline.step(one, one.graph.tokens, context, tree=tree, usual=device.CONTEXT)
     device.require()
     built = {n: _built(c, [c.plan.machine.arch], bounded=not unbounded) for n, c in found.items()}
     command = f"megagen {' '.join(sys.argv[1:])}"
-    with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds)) as step:
-        sheet = device.bench(built, experts, layers, rounds, command, record, step, bounded=not unbounded)
     some = next(iter(built.values()))
+    with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds, 1 + whole)) as progress:
+        more: dict[str, Any] = {"bounded": not unbounded, "step": step}
+        if whole:
+            sheet = device.bench_step(some, experts, layers, rounds, command, record, progress, **more)
+        else:
+            sheet = device.bench(built, experts, layers, rounds, command, record, progress, **more)
     if as_json:
         header = explain.header(some.plan, some.options)
         return _print_json({k: v for k, v in header.items() if k != "fused"} | sheet.json())
@@ -327,6 +354,8 @@ def _emulated(
     *,
     race: bool = False,
     launches: int = 1,
+    context: int | None,
+    tree: bool,
     as_json: bool,
 ) -> None:
     """Build for the CPU, run, judge, print."""
@@ -336,11 +365,12 @@ def _emulated(
     if request.tp % ranks:
         raise MegagenError(f"{ranks} live ranks in a group of {request.tp}", hint="a divisor of --tp")
     checked, settings = _checked(request), Settings.from_env()
+    step = pipeline.step(checked, tokens, context, tree=tree, seed=seeds[0], usual=emulator.CONTEXT)
     with _working(f"compiling {checked.plan.name} for the CPU"):
         library = pipeline.emulated(checked, settings)
-    with _working(f"emulating {checked.plan.name}") as step:
+    with _working(f"emulating {checked.plan.name}") as progress:
         sheet = emulator.run(
-            checked, library, ranks, seeds, tokens, experts, request.checkpoint, layer, race, launches, step
+            checked, library, ranks, seeds, tokens, experts, request.checkpoint, layer, race, launches, progress, step
         )
     return _judged(checked, sheet, as_json)
 

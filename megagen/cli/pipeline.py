@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megagen.compile import Artifact
     from megagen.ir.graph import Graph
     from megagen.ir.plan import Machine, Plan
+    from megagen.runtime.step import Step
     from megagen.settings import Settings
 
 UNBOUNDED_WAITS = "MEGAGEN_UNBOUNDED_WAITS"  # a macro of the kernel template, for final timing
@@ -102,6 +103,43 @@ def _described(checkpoint: Path | None) -> dict[str, object]:
 
     quantised = (checkpoint / "hf_quant_config.json").is_file()
     return {"config": read_config(checkpoint), "experts": "nvfp4" if quantised else "bf16"}
+
+
+def step(
+    checked: Checked, tokens: int, context: int | None, *, tree: bool = False, seed: int = 0, usual: int = 0
+) -> Step | None:
+    """What a launch of a graph with caches works on: a chain, or with ``tree`` a random one of ``seed``.
+
+    ``usual``: the context by default, or as much of it as the table of rotations has positions for. None for a graph
+    without caches; raises MegagenError if something was asked of one.
+    """
+    from megagen.ir.graph import TensorKind
+    from megagen.runtime import params
+    from megagen.runtime.step import Step
+
+    if not any(t.kind is TensorKind.STATE for t in checked.graph.tensors.values()):
+        if context is not None or tree:
+            what = "--tree" if context is None else "--context"
+            raise MegagenError(
+                f"{what}: launches of {checked.graph.name} keep no caches",
+                hint="leave it out: their tokens have nothing to do with each other",
+            )
+        return None
+    positions = params.positions(checked.plan)
+    if context is None:
+        context = usual if positions is None else max(0, min(usual, positions - tokens))
+    elif positions is not None and context + tokens > positions:
+        raise MegagenError(
+            f"--context {context} with {tokens} tokens: the table of rotations has {positions} positions"
+        )
+    return Step.random_tree(tokens, context, seed) if tree else Step.chain(tokens, context)
+
+
+def placed(step: Step | None) -> str:
+    """Where a step's tokens stand, to follow their number in a title."""
+    if step is None:
+        return ""
+    return f"{'' if step.is_chain else ' in a tree'} after {step.context}"
 
 
 def emit(plan: Plan) -> str:

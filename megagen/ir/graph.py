@@ -48,6 +48,7 @@ class Scope(StrEnum):
 class TensorKind(StrEnum):
     INPUT = "input"  # given by the caller
     OUTPUT = "output"  # read by the caller after the launch
+    STATE = "state"  # kept by the caller over launches: a launch writes a part of it and leaves the rest
     INTERNAL = "internal"  # lives within the launch; needs a sync edge
 
 
@@ -57,7 +58,9 @@ class Tensor(Frozen):
     ``shape`` is what one rank holds after any exchange; the leading dimension is the compiled maximum of
     tokens unless ``scope`` is BLOCK or it is a partial sum. For WORLD tensors ``shard_axis`` is the axis of
     which each rank writes ``shape[axis] / tp`` elements; ``reduce`` says that ranks' contributions are summed
-    (the shape then has a leading axis of tp contributions).
+    (the shape then has a leading axis of tp contributions); ``scatter``, that each rank receives only its slice of
+    every contribution's last axis. For what stays on its rank (queries, caches) it is the
+    axis along which the ranks' tensors, in rank order, make the whole.
     """
 
     name: str
@@ -67,6 +70,7 @@ class Tensor(Frozen):
     scope: Scope = Scope.RANK
     shard_axis: int | None = None
     reduce: bool = False
+    scatter: bool = False
 
     @property
     def elements(self) -> int:
@@ -93,8 +97,14 @@ class Weight(Frozen):
 
     ``rows`` and ``k`` are rank-local; vectors have ``k`` = 1. ``experts`` is 0 for a plain weight, else the
     number of such matrices. ``gate_up`` marks [gate; up] stacked along rows: a rank takes the same slice of
-    both halves. ``planes``: how many vectors :meth:`Op.pack_vector` makes of one. ``names`` are the checkpoint's
-    tensor names below the layer prefix.
+    both halves. ``parts``: rows of a rank from each of several checkpoint matrices stacked along rows, one for each
+    of ``names``. ``planes``: how many vectors :meth:`Op.pack_vector` makes of one. ``names`` are the checkpoint's
+    tensor names below the layer prefix. ``next_layer``: of the layer after
+    the launch's own.
+
+    ``local``: what a rank has on this weight's sharded side (its own rows, or its own K) never leaves the rank, so
+    stand-ins have the very same there; else theirs is rotated, as their messages are. ``scattered``: its output is a
+    sum of which each rank makes a slice and sends it on.
     """
 
     name: str
@@ -105,7 +115,11 @@ class Weight(Frozen):
     shard: Shard = Shard.NONE
     experts: int = 0
     gate_up: bool = False
+    parts: tuple[int, ...] = ()
     planes: int = 1
+    local: bool = False
+    scattered: bool = False
+    next_layer: bool = False
 
     @property
     def bytes_one(self) -> int:
@@ -129,7 +143,8 @@ class RoleSpec(Frozen):
     ``reads`` / ``writes``: ports (keys of ``Op.inputs`` and ``Op.outputs``, an op may read its own outputs).
     ``every_block``: runs in each block (block-scope outputs), else its tiles are spread over the blocks.
     ``stream``: loads the op's weight through the ring; ``ring``: consumes it; ``accum``: 'out' hands
-    accumulators to the op's reduce role through shared memory, 'in' takes them. ``registers``: below this many a thread
+    accumulators to the op's reduce role through shared memory, 'in' takes them. ``hands_back``: it reads each element
+    of its ports in one block only, and can empty it for the next launch. ``registers``: below this many a thread
     ptxas spills (seen in the op's own kernel on sm_90a); 0: any number will do.
     """
 
@@ -142,6 +157,7 @@ class RoleSpec(Frozen):
     stream: bool = False
     ring: bool = False
     accum: str | None = None
+    hands_back: bool = False
     registers: int = 0
 
 
@@ -279,6 +295,8 @@ class OpHandle:
         if name in op.weights:
             return WeightHandle(op.name, op.weights[name])
         roles = [r.name for r in op.roles()]
+        if name == "roles":
+            return tuple(roles)
         if name in roles:
             return RoleHandle(op.name, name)
         raise UnknownName(

@@ -79,7 +79,8 @@ class ChannelPlan(Frozen):
     written" (lamport). ``counter_offset`` is the heap offset of the counter word (counter, flag).
     ``arrivals`` publishes, each ``arrivals_per`` launch, token or used expert, complete a counter or flag
     (times tp for WORLD). An element of a message stands at ``rank * rank_stride + row * row_stride + e``,
-    e < ``shard``; ``row`` flattens the leading axes. ``fault``: drop the first tile's store, to test the hang report.
+    e < ``shard``; ``row`` flattens the leading axes. ``scatter``: a writer's row is ``shard`` elements for each rank in
+    turn. ``fault``: drop the first tile's store, to test the hang report.
     """
 
     name: str
@@ -100,6 +101,7 @@ class ChannelPlan(Frozen):
     row_stride: int
     rank_stride: int
     shard: int
+    scatter: bool = False
     arrivals: int
     arrivals_per: Per
     index: int  # edge number in hang records
@@ -228,7 +230,7 @@ class ParamPlan(Frozen):
 
     name: str
     ctype: str
-    what: Literal["weight", "input", "output", "system"]
+    what: Literal["weight", "input", "output", "state", "system"]
     dtype: DType | None = None
     shape: tuple[int, ...] = ()
 

@@ -40,6 +40,9 @@ WARPGROUP = 4
 TABLE_BYTES = 16 + 4 * 256 + 2 * 256 + (2 + 2 + 16) * 128  # ops/top_k.cuh, ExpertTable
 HANG_RECORD = 64  # debug/hang.cuh
 MEASURED_EXPERTS = 49
+PARAMETER: dict[TensorKind, Literal["input", "output", "state"]] = {
+    TensorKind.INPUT: "input", TensorKind.OUTPUT: "output", TensorKind.STATE: "state",
+}  # fmt: skip
 
 
 def lower(schedule: Schedule, *, fused: bool = True) -> Plan:
@@ -203,7 +206,8 @@ class _Lowering:
                     barrier={SyncKind.MBARRIER: "table_ready", SyncKind.CLUSTER: f"done_{t.name}"}.get(sync.kind),
                     writers=tuple(RoleRef(op=o.name, role=r) for o, r in writers),
                     readers=tuple(RoleRef(op=o.name, role=r) for o, r in readers),
-                    row_stride=row_stride, rank_stride=rank_stride, shard=shard, arrivals=arrivals, arrivals_per=per,
+                    row_stride=row_stride, rank_stride=rank_stride, shard=shard, scatter=t.scatter,
+                    arrivals=arrivals, arrivals_per=per,
                     index=self._index(), fault=t.name in self.edges.faults, source=source(loc),
                 )
             )  # fmt: skip
@@ -213,9 +217,8 @@ class _Lowering:
         params, weights = [], []
         for t in self.g.tensors.values():
             if t.kind is not TensorKind.INTERNAL:
-                given = t.kind is TensorKind.INPUT
-                what: Literal["input", "output"] = "input" if given else "output"
-                ctype = "const u8*" if given else "u8*"
+                what = PARAMETER[t.kind]
+                ctype = "const u8*" if what == "input" else "u8*"
                 params.append(ParamPlan(name=t.name, ctype=ctype, what=what, dtype=t.dtype, shape=t.shape))
         for op in self.g.ops:
             stage = op.stage()
@@ -422,7 +425,7 @@ class _Lowering:
                 BarrierUse(barrier=group, action="arrive", per="tile"),
                 BarrierUse(barrier=group, action="wait", per="tile"),
             ]
-        args = (warps[0],) if spec.ring or role == "compute" else ()
+        args = (warps[0],) if max(spec.warps) > 1 else ()  # each of several finds its share by the first one's index
         return [step(role, args, uses)]
 
     def _channel_wait(self, channel: ChannelPlan) -> BarrierUse | None:

@@ -11,9 +11,12 @@ from pathlib import Path
 
 from megagen.errors import ScheduleError, WeightError, here
 from megagen.ir.graph import DType, Frozen, Graph, Op, Scope, Shard, Tensor, TensorKind, Weight
+from megagen.ops.attention import CHUNK, Attention
 from megagen.ops.combine import Combine
 from megagen.ops.dense_gemm import DenseGemm
 from megagen.ops.expert_gemm import ExpertGemm
+from megagen.ops.qkv_heads import QkvHeads
+from megagen.ops.rank_sum import GROUP, RankSum
 from megagen.ops.residual import Residual
 from megagen.ops.rms_norm import RmsNorm
 from megagen.ops.top_k import TopK
@@ -21,6 +24,11 @@ from megagen.ops.top_k import TopK
 MAX_TOKENS = 16  # two n8 MMA tiles; the kernels' compiled maximum
 ROW = 8 * 32 * 8  # a norm's row: eight warps of lanes with 16-byte vectors of bf16 (mem/row.cuh)
 SLICE = 512  # of a ring stage's K: eight warps with a group of 64 each
+HEAD_DIM = 64  # four row blocks of a GEMM, four steps of an MMA
+UNIT = 1024  # K of a dense GEMM's unit: 32 KB of bf16
+ROUTER_UNIT = 512  # the same in fp32
+MOST_CHUNKS = 64  # of a sliding layer's cache: two a lane of the warp that merges them
+POSITIONS = 16384  # that the table of rotations has by default
 
 
 class MuseSparkConfig(Frozen):
@@ -32,6 +40,12 @@ class MuseSparkConfig(Frozen):
     experts: int = 256
     top_k: int = 8
     layers: int = 62
+    heads: int = 128
+    kv_heads: int = 16
+    head_dim: int = HEAD_DIM
+    window: int = 2048  # positions that a sliding layer's token sees, its own included
+    qk_scale: float = 5.4730064863875
+    rope_theta: float = 500000.0
     rms_norm_eps: float = 1e-5
     post_norm_eps: float = 1e-8
     output_multiplier: float = 0.1767766952966369
@@ -44,6 +58,8 @@ class MuseSparkConfig(Frozen):
 CONFIG_FIELDS = {
     "hidden": "hidden_size", "moe_hidden": "moe_hidden_size", "intermediate": "moe_intermediate_size",
     "experts": "num_local_experts", "top_k": "num_experts_per_tok", "layers": "num_hidden_layers",
+    "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
+    "window": "sliding_window", "qk_scale": "qk_scale_factor",
     "rms_norm_eps": "rms_norm_eps", "post_norm_eps": "post_norm_eps", "output_multiplier": "output_multiplier",
     "residual_gate_temperature": "residual_gate_temperature", "routed_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
@@ -58,16 +74,30 @@ def read_config(checkpoint: Path) -> MuseSparkConfig:
     try:
         data = json.loads(path.read_text("utf-8"))
         text = data.get("text_config", data)
-        return MuseSparkConfig(**{ours: text[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in text})
+        found = {ours: text[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in text}
+        if theta := (text.get("rope_parameters") or {}).get("rope_theta"):
+            found["rope_theta"] = theta
+        return MuseSparkConfig(**found)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise WeightError(f"{path}: {error}", hint="a checkpoint is a folder in the Hugging Face layout") from None
 
 
 def tiny(tp: int, split: str = "nn") -> MuseSparkConfig:
-    """The least dimensions that :func:`expert_block` takes at this ``tp`` and ``split``, for emulation."""
+    """The least dimensions that the graphs here take at this ``tp`` and ``split``, for emulation.
+
+    A rank has as many heads as at full size and tp=8, and the window is two chunks long.
+    """
     share = tp if split == "nk" else 1  # of the second expert GEMM's K, whose shards are whole slices too
     slices = max(1, -(-16 * (tp - 1) * tp // (SLICE * share)))  # of the least shard that stand-ins can rotate
-    return MuseSparkConfig(hidden=ROW, moe_hidden=ROW, intermediate=SLICE * share * slices, experts=16)
+    return MuseSparkConfig(
+        hidden=ROW, moe_hidden=ROW, intermediate=SLICE * share * slices, experts=16,
+        heads=16 * tp, kv_heads=2 * tp, window=2 * CHUNK,
+    )  # fmt: skip
+
+
+def cache_chunks(window: int) -> int:
+    """Chunks of a sliding layer's cache: what the tokens of a launch see touches at most so many."""
+    return (window + MAX_TOKENS - 2) // CHUNK + 2
 
 
 def expert_block(
@@ -86,127 +116,273 @@ def expert_block(
     """
     c = MuseSparkConfig() if config is None else config
     _refuse_unfit(c, tp, tokens, split, experts)
-    h, m, i, t = c.hidden, c.moe_hidden, c.intermediate, tokens
-    edtype = DType(experts)
-    router_chunk, dense_chunk = 512, 1024  # K of a unit: 32 KB of fp32 or bf16
-
-    tensors: list[Tensor] = []
-
-    def tensor(name: str, *shape: int, dtype: DType = DType.BF16, **more: object) -> str:
-        tensors.append(Tensor(name=name, shape=shape, dtype=dtype, **more))
-        return name
-
-    stream = tensor("stream", t, h, dtype=DType.FP32, kind=TensorKind.INPUT)
-    normed = tensor("normed", t, h)
-    logits = tensor("logits", h // router_chunk, c.experts // 16, t, 16, dtype=DType.FP32)
-    routes = tensor("routes", t, 2 * c.top_k, dtype=DType.U32)
-    table = tensor("table", 1, dtype=DType.U32, scope=Scope.BLOCK)
-    pooled_partials = tensor("pooled_partials", h // dense_chunk, m // tp // 16, t, 16, dtype=DType.FP32)
-    pooled = tensor("pooled", t, m, scope=Scope.WORLD, shard_axis=1)
-    expert_in = tensor("expert_in", t, m)
-    if split == "nn":
-        expert_mid = tensor("expert_mid", t, c.top_k, i, scope=Scope.WORLD, shard_axis=2)
-        expert_out = tensor("expert_out", t, c.top_k, m, scope=Scope.WORLD, shard_axis=2)
-    else:
-        expert_mid = tensor("expert_mid", t, c.top_k, i // tp)
-        expert_out = tensor("expert_out", tp, t, c.top_k, m, scope=Scope.WORLD, reduce=True)
-    combined = tensor("combined", t, m)
-    unpooled_partials = tensor("unpooled_partials", m // dense_chunk, h // tp // 16, t, 16, dtype=DType.FP32)
-    unpooled = tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
-    stream_out = tensor("stream_out", t, h, dtype=DType.FP32, kind=TensorKind.OUTPUT)
-
-    def vector(name: str, size: int, checkpoint: str, dtype: DType = DType.BF16, planes: int = 1) -> Weight:
-        return Weight(name=name, rows=size, k=1, dtype=dtype, names=(checkpoint,), planes=planes)
-
-    def matrix(name: str, rows: int, k: int, checkpoint: str, dtype: DType = DType.BF16, **more: object) -> Weight:
-        return Weight(name=name, rows=rows, k=k, dtype=dtype, names=(checkpoint,), **more)
-
-    down_rows, down_k = (m // tp, i) if split == "nn" else (m, i // tp)
-    gate_up_weight = matrix(
-        "gate_up_weight",
-        2 * i // tp,
-        m,
-        "mlp.experts.gate_up_proj",
-        edtype,
-        shard=Shard.ROWS,
-        experts=c.experts,
-        gate_up=True,
-    )
-    down_weight = matrix(
-        "down_weight", down_rows, down_k, "mlp.experts.down_proj", edtype,
-        shard=Shard.ROWS if split == "nn" else Shard.K, experts=c.experts,
+    b = _Builder(c, tp, tokens, split, experts)
+    stream = b.tensor("stream", tokens, c.hidden, dtype=DType.FP32, kind=TensorKind.INPUT)
+    normed = b.tensor("normed", tokens, c.hidden)
+    norm = RmsNorm(
+        name="pre_ffn_norm", inputs={"in": stream}, outputs={"out": normed},
+        weights={"gain": b.vector("pre_ffn_gain", c.hidden, "pre_feedforward_layernorm.weight")},
+        width=c.hidden, eps=c.rms_norm_eps, in_dtype=DType.FP32,
     )  # fmt: skip
+    ops = (norm, *b.experts(normed), b.end(stream))
+    return b.graph(f"muse_spark.expert_block.{split}", "block.moe", ops)
 
-    def expert_stage(k: int) -> dict[str, int]:
-        """A ring stage of about 32,768 weights' worth: full K when it fits, several row blocks when K is short."""
-        if edtype is DType.NVFP4:
-            return {"stage_k": min(k, 4096), "stage_rows": 16 * max(1, 4096 // k)}
-        return {"stage_k": min(k, 1024), "stage_rows": 16 * max(1, 1024 // k)}
 
-    ops: tuple[Op, ...] = (
-        RmsNorm(
-            name="pre_ffn_norm", inputs={"in": stream}, outputs={"out": normed},
-            weights={"gain": vector("pre_ffn_gain", h, "pre_feedforward_layernorm.weight")},
-            width=h, eps=c.rms_norm_eps, in_dtype=DType.FP32,
+def sliding_layer(
+    tp: int = 8,
+    tokens: int = MAX_TOKENS,
+    *,
+    split: str = "nn",
+    experts: str = "nvfp4",
+    all_reduce: str = "one_shot",
+    next_rope: bool = True,
+    positions: int = POSITIONS,
+    config: MuseSparkConfig | None = None,
+) -> Graph:
+    """A sliding-window layer from its attention to the next layer's q, k, v, gate projection and KV write.
+
+    Inputs: the residual stream, what the launch before left (``q``, ``gate`` and the layer's caches, which already hold
+    this launch's tokens), and ``rotary`` fp32 [positions, 64], cosines then sines of every position. Outputs: the
+    stream, ``next_q`` and ``next_gate``, and the next layer's caches with this launch's tokens written. A cache is a
+    ring: number n stands in chunk (n / 64) mod chunks; V is transposed within its chunk.
+    ``all_reduce``: of o_proj's contributions. "one_shot": every rank gets all of them and adds. "two_shot": every rank
+    adds a slice of the row and sends it to all, rounded to bf16 once more.
+    ``next_rope``: whether the next layer rotates q and k (its layer is a sliding one), else there is no ``rotary``.
+    ``split``, ``experts`` and errors: see :func:`expert_block`.
+    """
+    c = MuseSparkConfig() if config is None else config
+    _refuse_unfit(c, tp, tokens, split, experts)
+    _refuse_unfit_attention(c, tp, positions, all_reduce)
+    two_shot = all_reduce == "two_shot"
+    b = _Builder(c, tp, tokens, split, experts)
+    h, t = c.hidden, tokens
+    heads, kv_heads, chunks = c.heads // tp, c.kv_heads // tp, cache_chunks(c.window)
+    width, kv_width = heads * HEAD_DIM, kv_heads * HEAD_DIM
+    given, made, kept = TensorKind.INPUT, TensorKind.OUTPUT, TensorKind.STATE
+
+    stream = b.tensor("stream", t, h, dtype=DType.FP32, kind=given)
+    q = b.tensor("q", t, width, kind=given, shard_axis=1)
+    gate = b.tensor("gate", t, width, kind=given, shard_axis=1)
+    keys = b.tensor("k_cache", kv_heads, chunks * CHUNK, HEAD_DIM, kind=given, shard_axis=0)
+    values = b.tensor("v_cache", kv_heads, chunks, HEAD_DIM, CHUNK, kind=given, shard_axis=0)
+    if next_rope:
+        rotary = b.tensor("rotary", positions, HEAD_DIM, dtype=DType.FP32, kind=given)
+    attention_partials = b.tensor("attention_partials", chunks, heads, t, HEAD_DIM + 4, dtype=DType.FP32)
+    attended = b.tensor("attended", t, width)
+    unit = min(UNIT, width)
+    if unit < width:
+        o_partials = b.tensor("o_partials", width // unit, h // 16, t, 16, dtype=DType.FP32)
+    projected = b.tensor(
+        "projected", tp, t, h // tp if two_shot else h, scope=Scope.WORLD, reduce=True, scatter=two_shot
+    )
+    summed = b.tensor("summed", t, h, scope=Scope.WORLD, shard_axis=1) if two_shot else projected
+    middle = b.tensor("middle", t, h, dtype=DType.FP32)
+    normed = b.tensor("normed", t, h)
+    attention = (
+        Attention(
+            name="attention", inputs={"q": q, "gate": gate, "keys": keys, "values": values},
+            outputs={"partials": attention_partials, "out": attended}, weights={},
+            heads=heads, kv_heads=kv_heads, chunks=chunks, window=c.window,
+            scale=HEAD_DIM**-0.5, eps=c.rms_norm_eps,
         ),
         DenseGemm(
-            name="router", inputs={"in": normed}, outputs={"partials": logits},
-            weights={"weight": matrix("router_weight", c.experts, h, "mlp.gate.weight", DType.FP32)},
-            rows=c.experts, world_rows=c.experts, k=h, unit_k=router_chunk, partials_only=True,
+            name="o_proj", inputs={"in": attended},
+            outputs={"partials": o_partials, "out": projected} if unit < width else {"out": projected},
+            weights={
+                "weight": b.matrix("o_proj_weight", h, width, "self_attn.o_proj.weight", shard=Shard.K, local=True,
+                                   scattered=two_shot)
+            },
+            rows=h, world_rows=h, k=width, unit_k=unit,
         ),
-        DenseGemm(
-            name="pooler", inputs={"in": normed}, outputs={"partials": pooled_partials, "out": pooled},
-            weights={"weight": matrix("pooler_weight", m // tp, h, "mlp.pre_expert_proj.weight", shard=Shard.ROWS)},
-            rows=m // tp, world_rows=m, k=h, unit_k=dense_chunk,
-        ),
-        TopK(
-            name="top_k", inputs={"logits": logits}, outputs={"routes": routes, "table": table},
-            weights={"bias": vector("router_bias", c.experts, "mlp.gate.e_score_correction_bias", DType.FP32)},
-            experts=c.experts, k=c.top_k, chunks=h // router_chunk,
-            multiplier=c.output_multiplier, eps=c.router_eps, scale=c.routed_scaling_factor,
-        ),
-        RmsNorm(
-            name="pre_expert_norm", inputs={"in": pooled}, outputs={"out": expert_in},
-            weights={"gain": vector("pre_expert_gain", m, "mlp.pre_expert_norm.weight")},
-            width=m, eps=c.rms_norm_eps, in_dtype=DType.BF16,
-        ),
-        ExpertGemm(
-            name="gate_up", inputs={"in": expert_in, "table": table}, outputs={"out": expert_mid},
-            weights={"weight": gate_up_weight},
-            rows=2 * i // tp, k=m, columns=i if split == "nn" else i // tp, top_k=c.top_k,
-            swiglu=True, per_slot=False, **expert_stage(m),
-        ),
-        ExpertGemm(
-            name="down", inputs={"in": expert_mid, "table": table}, outputs={"out": expert_out},
-            weights={"weight": down_weight},
-            rows=down_rows, k=down_k, columns=m, top_k=c.top_k,
-            swiglu=False, per_slot=True, reduce=split == "nk", **expert_stage(down_k),
-        ),
-        Combine(
-            name="combine", inputs={"in": expert_out, "routes": routes, "table": table}, outputs={"out": combined},
-            weights={"gain": vector("post_expert_gain", m, "mlp.experts.post_expert_norm.weight")},
-            width=m, top_k=c.top_k, eps=c.post_norm_eps, parts=tp if split == "nk" else 1,
-        ),
-        DenseGemm(
-            name="unpooler", inputs={"in": combined}, outputs={"partials": unpooled_partials, "out": unpooled},
-            weights={"weight": matrix("unpooler_weight", h // tp, m, "mlp.post_expert_proj.weight", shard=Shard.ROWS)},
-            rows=h // tp, world_rows=h, k=m, unit_k=dense_chunk,
+        *(
+            [RankSum(name="all_reduce", inputs={"in": projected}, outputs={"out": summed}, weights={}, width=h // tp,
+                     parts=tp)]
+            if two_shot else []
         ),
         Residual(
-            name="residual", inputs={"in": unpooled, "stream": stream}, outputs={"out": stream_out},
+            name="post_attention", inputs={"in": summed, "stream": stream},
+            outputs={"out": middle, "normed": normed},
             weights={
-                "gain": vector("post_ffn_gain", h, "post_feedforward_layernorm.weight"),
-                "gate": vector("residual_gate", h, "post_feedforward_residual_gate.gate", DType.FP32, planes=2),
+                "gate": b.gate("attention_gate", "post_attention_residual_gate.gate"),
+                "next_gain": b.vector("pre_ffn_gain", h, "pre_feedforward_layernorm.weight"),
             },
             width=h, eps=c.post_norm_eps, temperature=c.residual_gate_temperature, clamp=c.residual_gate_clamp,
+            parts=1 if two_shot else tp, next_eps=c.rms_norm_eps,
         ),
     )  # fmt: skip
-    for op in ops:
-        _refuse_unstreamable(op)
-    return Graph(
-        name=f"muse_spark.expert_block.{split}", tp=tp, tokens=t, ops=ops, tensors={x.name: x for x in tensors},
-        attributes={"split": split, "experts": experts, "config": c, "figure": "block.moe"},
+    moe = b.experts(normed)
+
+    next_normed = b.tensor("next_normed", t, h)
+    end = b.end(middle, normed=next_normed)
+    rows = 2 * width + 2 * kv_width
+    next_partials = b.tensor("next_partials", h // UNIT, rows // 16, t, 16, dtype=DType.FP32)
+    next_q = b.tensor("next_q", t, width, kind=made, shard_axis=1)
+    next_gate = b.tensor("next_gate", t, width, kind=made, shard_axis=1)
+    next_keys = b.tensor("next_k_cache", kv_heads, chunks * CHUNK, HEAD_DIM, kind=kept, shard_axis=0)
+    next_values = b.tensor("next_v_cache", kv_heads, chunks, HEAD_DIM, CHUNK, kind=kept, shard_axis=0)
+    projections = tuple(f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate"))
+    projection = (
+        DenseGemm(
+            name="next_qkvg", inputs={"in": next_normed}, outputs={"partials": next_partials},
+            weights={
+                "weight": Weight(
+                    name="next_qkvg_weight", rows=rows, k=h, dtype=DType.BF16, names=projections, shard=Shard.ROWS,
+                    parts=(width, kv_width, kv_width, width), local=True, next_layer=True,
+                )
+            },
+            rows=rows, world_rows=rows * tp, k=h, unit_k=UNIT, partials_only=True,
+        ),
+        QkvHeads(
+            name="next_heads", inputs={"partials": next_partials, **({"rotary": rotary} if next_rope else {})},
+            outputs={"q": next_q, "gate": next_gate, "keys": next_keys, "values": next_values}, weights={},
+            heads=heads, kv_heads=kv_heads, chunks=h // UNIT, ring=chunks * CHUNK,
+            eps=c.rms_norm_eps, scale=c.qk_scale, rotate=next_rope,
+        ),
     )  # fmt: skip
+    name = ".".join(("muse_spark.sliding_layer", split, *["two_shot"] * two_shot, *["nope"] * (not next_rope)))
+    return b.graph(name, "layer.sliding", (*attention, *moe, end, *projection))
+
+
+class _Builder:
+    """What the graphs share: tensors and weights as they are named, and the expert block in the middle."""
+
+    def __init__(self, config: MuseSparkConfig, tp: int, tokens: int, split: str, experts: str) -> None:
+        self.c, self.tp, self.tokens, self.split = config, tp, tokens, split
+        self.expert_dtype = DType(experts)
+        self.tensors: list[Tensor] = []
+
+    def tensor(self, name: str, *shape: int, dtype: DType = DType.BF16, **more: object) -> str:
+        self.tensors.append(Tensor(name=name, shape=shape, dtype=dtype, **more))
+        return name
+
+    def vector(self, name: str, size: int, checkpoint: str, dtype: DType = DType.BF16, **more: object) -> Weight:
+        return Weight(name=name, rows=size, k=1, dtype=dtype, names=(checkpoint,), **more)
+
+    def matrix(
+        self, name: str, rows: int, k: int, checkpoint: str, dtype: DType = DType.BF16, **more: object
+    ) -> Weight:
+        return Weight(name=name, rows=rows, k=k, dtype=dtype, names=(checkpoint,), **more)
+
+    def gate(self, name: str, checkpoint: str) -> Weight:
+        return self.vector(name, self.c.hidden, checkpoint, DType.FP32, planes=2)
+
+    def graph(self, name: str, figure: str, ops: tuple[Op, ...]) -> Graph:
+        for op in ops:
+            _refuse_unstreamable(op)
+        used = {x for op in ops for x in (*op.inputs.values(), *op.outputs.values())}
+        return Graph(
+            name=name, tp=self.tp, tokens=self.tokens, ops=ops,
+            tensors={x.name: x for x in self.tensors if x.name in used},
+            attributes={
+                "split": self.split, "experts": self.expert_dtype.value, "config": self.c, "figure": figure,
+            },
+        )  # fmt: skip
+
+    def experts(self, normed: str) -> tuple[Op, ...]:
+        """Router to unpooler; its output is called "unpooled"."""
+        c, tp, t, split = self.c, self.tp, self.tokens, self.split
+        h, m, i = c.hidden, c.moe_hidden, c.intermediate
+        logits = self.tensor("logits", h // ROUTER_UNIT, c.experts // 16, t, 16, dtype=DType.FP32)
+        routes = self.tensor("routes", t, 2 * c.top_k, dtype=DType.U32)
+        table = self.tensor("table", 1, dtype=DType.U32, scope=Scope.BLOCK)
+        pooled_partials = self.tensor("pooled_partials", h // UNIT, m // tp // 16, t, 16, dtype=DType.FP32)
+        pooled = self.tensor("pooled", t, m, scope=Scope.WORLD, shard_axis=1)
+        expert_in = self.tensor("expert_in", t, m)
+        if split == "nn":
+            expert_mid = self.tensor("expert_mid", t, c.top_k, i, scope=Scope.WORLD, shard_axis=2)
+            expert_out = self.tensor("expert_out", t, c.top_k, m, scope=Scope.WORLD, shard_axis=2)
+        else:
+            expert_mid = self.tensor("expert_mid", t, c.top_k, i // tp)
+            expert_out = self.tensor("expert_out", tp, t, c.top_k, m, scope=Scope.WORLD, reduce=True)
+        combined = self.tensor("combined", t, m)
+        unpooled_partials = self.tensor("unpooled_partials", m // UNIT, h // tp // 16, t, 16, dtype=DType.FP32)
+        unpooled = self.tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
+
+        down_rows, down_k = (m // tp, i) if split == "nn" else (m, i // tp)
+        gate_up_weight = self.matrix(
+            "gate_up_weight", 2 * i // tp, m, "mlp.experts.gate_up_proj", self.expert_dtype,
+            shard=Shard.ROWS, experts=c.experts, gate_up=True,
+        )  # fmt: skip
+        down_weight = self.matrix(
+            "down_weight", down_rows, down_k, "mlp.experts.down_proj", self.expert_dtype,
+            shard=Shard.ROWS if split == "nn" else Shard.K, experts=c.experts,
+        )  # fmt: skip
+
+        def expert_stage(k: int) -> dict[str, int]:
+            """A ring stage of about 32,768 weights' worth: full K when it fits, several row blocks when K is short."""
+            if self.expert_dtype is DType.NVFP4:
+                return {"stage_k": min(k, 4096), "stage_rows": 16 * max(1, 4096 // k)}
+            return {"stage_k": min(k, 1024), "stage_rows": 16 * max(1, 1024 // k)}
+
+        return (
+            DenseGemm(
+                name="router", inputs={"in": normed}, outputs={"partials": logits},
+                weights={"weight": self.matrix("router_weight", c.experts, h, "mlp.gate.weight", DType.FP32)},
+                rows=c.experts, world_rows=c.experts, k=h, unit_k=ROUTER_UNIT, partials_only=True,
+            ),
+            DenseGemm(
+                name="pooler", inputs={"in": normed}, outputs={"partials": pooled_partials, "out": pooled},
+                weights={
+                    "weight": self.matrix("pooler_weight", m // tp, h, "mlp.pre_expert_proj.weight", shard=Shard.ROWS)
+                },
+                rows=m // tp, world_rows=m, k=h, unit_k=UNIT,
+            ),
+            TopK(
+                name="top_k", inputs={"logits": logits}, outputs={"routes": routes, "table": table},
+                weights={"bias": self.vector("router_bias", c.experts, "mlp.gate.e_score_correction_bias", DType.FP32)},
+                experts=c.experts, k=c.top_k, chunks=h // ROUTER_UNIT,
+                multiplier=c.output_multiplier, eps=c.router_eps, scale=c.routed_scaling_factor,
+            ),
+            RmsNorm(
+                name="pre_expert_norm", inputs={"in": pooled}, outputs={"out": expert_in},
+                weights={"gain": self.vector("pre_expert_gain", m, "mlp.pre_expert_norm.weight")},
+                width=m, eps=c.rms_norm_eps, in_dtype=DType.BF16,
+            ),
+            ExpertGemm(
+                name="gate_up", inputs={"in": expert_in, "table": table}, outputs={"out": expert_mid},
+                weights={"weight": gate_up_weight},
+                rows=2 * i // tp, k=m, columns=i if split == "nn" else i // tp, top_k=c.top_k,
+                swiglu=True, per_slot=False, **expert_stage(m),
+            ),
+            ExpertGemm(
+                name="down", inputs={"in": expert_mid, "table": table}, outputs={"out": expert_out},
+                weights={"weight": down_weight},
+                rows=down_rows, k=down_k, columns=m, top_k=c.top_k,
+                swiglu=False, per_slot=True, reduce=split == "nk", **expert_stage(down_k),
+            ),
+            Combine(
+                name="combine", inputs={"in": expert_out, "routes": routes, "table": table}, outputs={"out": combined},
+                weights={"gain": self.vector("post_expert_gain", m, "mlp.experts.post_expert_norm.weight")},
+                width=m, top_k=c.top_k, eps=c.post_norm_eps, parts=tp if split == "nk" else 1,
+            ),
+            DenseGemm(
+                name="unpooler", inputs={"in": combined}, outputs={"partials": unpooled_partials, "out": unpooled},
+                weights={
+                    "weight": self.matrix(
+                        "unpooler_weight", h // tp, m, "mlp.post_expert_proj.weight", shard=Shard.ROWS
+                    )
+                },
+                rows=h // tp, world_rows=h, k=m, unit_k=UNIT,
+            ),
+        )  # fmt: skip
+
+    def end(self, stream: str, normed: str | None = None) -> Residual:
+        """The layer's last op, and with ``normed`` the next layer's input norm."""
+        c = self.c
+        out = self.tensor("stream_out", self.tokens, c.hidden, dtype=DType.FP32, kind=TensorKind.OUTPUT)
+        weights = {
+            "gain": self.vector("post_ffn_gain", c.hidden, "post_feedforward_layernorm.weight"),
+            "gate": self.gate("residual_gate", "post_feedforward_residual_gate.gate"),
+        }
+        outputs = {"out": out}
+        if normed is not None:
+            weights["next_gain"] = self.vector("next_gain", c.hidden, "input_layernorm.weight", next_layer=True)
+            outputs["normed"] = normed
+        return Residual(
+            name="residual", inputs={"in": "unpooled", "stream": stream}, outputs=outputs, weights=weights,
+            width=c.hidden, eps=c.post_norm_eps, temperature=c.residual_gate_temperature, clamp=c.residual_gate_clamp,
+            next_eps=0.0 if normed is None else c.rms_norm_eps,
+        )  # fmt: skip
 
 
 def _refuse_unfit(c: MuseSparkConfig, tp: int, tokens: int, split: str, experts: str) -> None:
@@ -237,6 +413,31 @@ def _refuse_unfit(c: MuseSparkConfig, tp: int, tokens: int, split: str, experts:
         )
     refuse(c.experts % 16 != 0 or not 16 <= c.experts <= 256, f"experts={c.experts}: a multiple of 16, at most 256")
     refuse(c.top_k != 8, f"top_k={c.top_k}: the routing tables hold 8 experts a token")
+
+
+def _refuse_unfit_attention(c: MuseSparkConfig, tp: int, positions: int, all_reduce: str) -> None:
+    def refuse(wrong: bool, message: str, hint: str | None = None) -> None:
+        if wrong:
+            raise ScheduleError(message, loc=here(), hint=hint)
+
+    two = all_reduce == "two_shot"
+    refuse(not two and all_reduce != "one_shot", f"all_reduce={all_reduce!r}", 'all_reduce is "one_shot" or "two_shot"')
+    refuse(two and tp == 1, "a two-shot all-reduce of one rank", 'all_reduce="one_shot"')
+    refuse(two and c.hidden % (tp * GROUP) != 0, f"hidden={c.hidden} gives no whole groups of {GROUP} to {tp} ranks")
+    refuse(c.head_dim != HEAD_DIM, f"head_dim={c.head_dim}: the kernels have heads of {HEAD_DIM}")
+    for name, n in (("heads", c.heads), ("kv_heads", c.kv_heads)):
+        refuse(n < 1 or n % tp != 0, f"{name}={n} cannot be dealt to {tp} ranks")
+    refuse(c.heads % c.kv_heads != 0, f"heads={c.heads} do not share kv_heads={c.kv_heads} evenly")
+    width = c.heads // tp * HEAD_DIM
+    refuse(
+        width % min(UNIT, max(width, SLICE)) != 0 or width % SLICE != 0,
+        f"heads={c.heads} give a rank {width} elements for o_proj, which are no whole units",
+        f"they must make {SLICE} or a multiple of {UNIT}",
+    )
+    refuse(c.window < MAX_TOKENS, f"window={c.window}: a launch's tokens must see each other, so at least {MAX_TOKENS}")
+    most = (MOST_CHUNKS - 1) * CHUNK - MAX_TOKENS + 1
+    refuse(c.window > most, f"window={c.window}: at most {most} positions")
+    refuse(type(positions) is not int or positions < 1, f"positions={positions!r}: the table of rotations has some")
 
 
 def _refuse_unstreamable(op: Op) -> None:

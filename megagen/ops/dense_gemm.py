@@ -1,7 +1,8 @@
 """Dense GEMM of a few tokens: y = x W^T, weights streamed once through the ring.
 
 Work unit: 16 rows x ``unit_k`` of K, one ring stage. Eight slices of K within a unit, summed in ascending order
-by the reduce role, then units summed in ascending K by the finish role: a fixed tree, whatever the placement.
+by the reduce role, then units summed in ascending K by the finish role: a fixed tree, whatever the placement. Where
+one unit spans K, the reduce role sends the result itself.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ FORMATS = {DType.BF16: 0, DType.FP32: 1, DType.NVFP4: 2}  # WeightFormat of mma/
 class DenseGemm(Op):
     """``rows`` are rank-local, ``world_rows`` what all ranks make together.
 
-    Inputs: ``in`` bf16 [tokens, k]. Outputs: ``partials`` fp32 [k / unit_k, rows / 16, tokens, 16] and, unless
-    ``partials_only``, ``out`` bf16 [tokens, world_rows], gathered over the ranks.
+    Inputs: ``in`` bf16 [tokens, k]. Outputs: ``partials`` fp32 [k / unit_k, rows / 16, tokens, 16], unless one unit
+    spans K; and, unless ``partials_only``, ``out`` bf16: [tokens, world_rows], gathered over the ranks, or where K is
+    sharded [tp, tokens, rows], the ranks' contributions to a sum.
     """
 
     kind: ClassVar[str] = "dense_gemm"
@@ -35,14 +37,20 @@ class DenseGemm(Op):
     unit_k: int
     partials_only: bool = False
 
+    @property
+    def direct(self) -> bool:
+        """One unit spans K: there are no partial sums to add."""
+        return "partials" not in self.outputs
+
     def roles(self) -> tuple[RoleSpec, ...]:
+        sums = "out" if self.direct else "partials"
         roles = [
             RoleSpec(name="load_weights", warps=(1,), stream=True),
             RoleSpec(name="math", warps=(8,), align=4, reads=("in",), ring=True, accum="out", registers=96),
-            RoleSpec(name="reduce", warps=(1,), accum="in", writes=("partials",)),
+            RoleSpec(name="reduce", warps=(1,), accum="in", writes=(sums,)),
         ]
-        if not self.partials_only:
-            roles.append(RoleSpec(name="finish", warps=(1,), reads=("partials",), writes=("out",)))
+        if not self.partials_only and not self.direct:
+            roles.append(RoleSpec(name="finish", warps=(1,), reads=("partials",), writes=("out",), hands_back=True))
         return tuple(roles)
 
     def constants(self) -> dict[str, int | float]:
@@ -61,6 +69,9 @@ class DenseGemm(Op):
             "bytes": int(ROW_BLOCK * self.unit_k * bits // 8),
             "per_tile": 1,
         }
+
+    def shared(self) -> Mapping[str, int]:
+        return {"outbox": 16 * ROW_BLOCK * 2} if self.direct else {}  # a row block of all tokens in bf16
 
     def publishes(self, role: str) -> tuple[int, Per]:
         blocks = self.rows // ROW_BLOCK

@@ -20,6 +20,20 @@ def input_scaled_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
+def centred_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """``MuseSparkTextCenteredRMSNorm``: normalised over the last axis, times 1 + gain in x's dtype, rounded once."""
+    y = plain_norm(x.float(), eps) * (1 + gain.to(x.dtype)).float()
+    return y.to(x.dtype)
+
+
+def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """``MuseSparkRMSNorm`` without a weight: normalised over the last axis, rounded to x's dtype."""
+    import torch
+
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 def evaluate(
     graph: Graph, env: Mapping[str, torch.Tensor | Callable[[int], torch.Tensor]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Post-FFN norm and residual gate: s' = alpha * s + beta * n, elementwise in fp32.
+"""Norm and residual gate, s' = alpha * s + beta * n elementwise in fp32, and the norm of what comes out.
 
-n is the input-scaled norm of the unpooler's output; with w = gate / temperature, beta = sigmoid(w) and
-alpha = sqrt(max(sigmoid(-w) * (1 + beta), clamp)).
+n is the norm of the branch's output: input-scaled where there is a gain, else weightless. With
+w = gate / temperature, beta = sigmoid(w) and alpha = sqrt(max(sigmoid(-w) * (1 + beta), clamp)). Ranks' contributions
+to the branch's output are summed first, in rank order. ``normed`` is the centred norm that the next op begins with.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class Residual(Op):
-    """Inputs: ``in`` bf16 [tokens, width], ``stream`` fp32 [tokens, width]; output ``out`` fp32 [tokens, width]."""
+    """Inputs: ``in`` bf16 [tokens, width] (or [parts, tokens, width]), ``stream`` fp32 [tokens, width].
+
+    Outputs: ``out`` fp32 [tokens, width] and, with a weight ``next_gain``, ``normed`` bf16 [tokens, width]. Weights:
+    ``gate``, and ``gain`` where the branch's norm is input-scaled.
+    """
 
     kind: ClassVar[str] = "residual"
     header: ClassVar[str] = "ops/residual.cuh"
@@ -27,12 +32,21 @@ class Residual(Op):
     eps: float
     temperature: float
     clamp: float
+    parts: int = 1
+    next_eps: float = 0.0
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=("out",), registers=160),)
+        writes = ("out", "normed") if "normed" in self.outputs else ("out",)
+        return (
+            RoleSpec(
+                name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=writes, hands_back=True,
+                registers=160,
+            ),
+        )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:
-        return {"kWidth": self.width, "kEps": self.eps}
+        found: dict[str, int | float] = {"kWidth": self.width, "kEps": self.eps, "kParts": self.parts}
+        return found | ({"kNextEps": self.next_eps} if "normed" in self.outputs else {})
 
     def pack_vector(self, port: str, vector: torch.Tensor) -> torch.Tensor:
         """The gate becomes all alphas, then all betas: they depend on nothing else."""
@@ -54,19 +68,25 @@ class Residual(Op):
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         return Cost(
-            weight_bytes=self.weights["gain"].device_bytes + self.weights["gate"].device_bytes,
-            activation_bytes=t * self.width * (2 + 4 + 4),
-            operations=12 * t * self.width,
+            weight_bytes=sum(w.device_bytes for w in self.weights.values()),
+            activation_bytes=t * self.width * (2 * self.parts + 4 + 4 + (2 if "normed" in self.outputs else 0)),
+            operations=(12 + self.parts) * t * self.width,
         )
 
     def reference(self, env: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """The stream is rounded to ``dtype`` on both sides (the bf16 model keeps it in bf16); the gate is fp32."""
         import torch
 
-        from megagen.ops.reference import input_scaled_norm
+        from megagen.ops.reference import centred_norm, input_scaled_norm, plain_norm
 
-        n = input_scaled_norm(env[self.inputs["in"]].to(dtype), env[self.weights["gain"].name], self.eps)
+        y = env[self.inputs["in"]].to(dtype)
+        gain = self.weights.get("gain")
+        n = plain_norm(y, self.eps) if gain is None else input_scaled_norm(y, env[gain.name], self.eps)
         w = env[self.weights["gate"].name].float() / self.temperature
         beta = torch.sigmoid(w)
         alpha = torch.sqrt(torch.clamp(torch.sigmoid(-w) * (1 + beta), min=self.clamp))
-        return {self.outputs["out"]: (alpha * env[self.inputs["stream"]].to(dtype) + beta * n).to(dtype)}
+        out = (alpha * env[self.inputs["stream"]].to(dtype) + beta * n).to(dtype)
+        if "normed" not in self.outputs:
+            return {self.outputs["out"]: out}
+        normed = centred_norm(out, env[self.weights["next_gain"].name], self.next_eps)
+        return {self.outputs["out"]: out, self.outputs["normed"]: normed}

@@ -44,9 +44,7 @@ class RmsNorm(Op):
         )
 
     def reference(self, env: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        import torch
+        from megagen.ops.reference import centred_norm
 
-        x = env[self.inputs["in"]].to(dtype).float()
-        gain = (1 + env[self.weights["gain"].name].to(dtype)).float()
-        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * gain
-        return {self.outputs["out"]: y.to(dtype)}
+        x = env[self.inputs["in"]].to(dtype)
+        return {self.outputs["out"]: centred_norm(x, env[self.weights["gain"].name], self.eps)}

@@ -19,13 +19,14 @@ from megagen.runtime.rank import Layer, Rank
 if TYPE_CHECKING:
     import torch
 
-KINDS = {"exchange": Kind.EXCHANGE, "output": Kind.OUTPUT}  # all else is read only
+KINDS = {"exchange": Kind.EXCHANGE, "output": Kind.OUTPUT, "state": Kind.OUTPUT}  # all else is read only
 SLACK = 64 << 20  # of address space, beyond twice what the tensors take
 LAYERS = 4
 
 
 class EmulatedRank(Rank):
-    """One live rank of a :class:`World`. Tensors that are bound are copied into the emulator's memory.
+    """One live rank of a :class:`World`. Tensors that are bound are copied into the emulator's memory, unless they are
+    there (:meth:`allocate`, or a Layer's).
 
     The host may not write while launches are queued: they would see it, as they have not run.
     """

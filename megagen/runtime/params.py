@@ -14,7 +14,11 @@ from megagen.ir.plan import ParamPlan, Plan
 ALIGNMENT = 256  # bytes; bulk copies need 16, whole sectors and lines are faster
 MAX_LIVE = 8
 MAX_TIMEOUT_MS = 4000
-CONTROL_WORDS = 16  # u32: [0] tokens of the launch
+STEP_TOKENS = 16  # the most that the control words describe
+CONTROL_WORDS = 64  # u32: [0] tokens of the launch, then by name (include/megagen/types.cuh)
+CONTROL_CONTEXT = 1  # tokens in the caches before
+CONTROL_POSITIONS = 16  # of each token
+CONTROL_ANCESTORS = 32  # of each token: a bit for every token of the launch that it sees
 TORCH_NAMES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.U32: "int32"}
 
 _SYSTEM = struct.Struct(f"<{MAX_LIVE}Q QQ IIII 32x")
@@ -24,7 +28,7 @@ _SYSTEM = struct.Struct(f"<{MAX_LIVE}Q QQ IIII 32x")
 class System:
     """``megagen::System`` (include/megagen/types.cuh), 128 bytes. Addresses are device addresses.
 
-    ``control``: u32[16]. ``route_override``: i32[16][top_k], -1 keeps the router's choice; 0 for none.
+    ``control``: u32[64]. ``route_override``: i32[16][top_k], -1 keeps the router's choice; 0 for none.
     ``timeout_ms``: bound of every wait, 0 for none.
     """
 
@@ -60,6 +64,12 @@ def pack(plan: Plan, system: System, addresses: Mapping[str, int]) -> bytes:
     """The block's bytes. ``addresses`` has the device address of every pointer parameter."""
     values = [addresses[p.name] for p in pointers(plan)]
     return system.pack() + struct.pack(f"<{len(values)}Q", *values)
+
+
+def positions(plan: Plan) -> int | None:
+    """How many positions the table of rotations has; None where nothing is rotated."""
+    name = next((o.tensors.get("rotary") for o in plan.ops if o.kind == "qkv_heads"), None)
+    return next((p.shape[0] for p in plan.params if p.name == name), None)
 
 
 @dataclass(frozen=True)

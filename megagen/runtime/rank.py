@@ -12,6 +12,7 @@ from megagen.errors import DeviceError
 from megagen.ir.names import IN_SHARED
 from megagen.ir.plan import ChannelPlan, Plan, Reset
 from megagen.runtime import driver, hang, heap, params
+from megagen.runtime.step import Step
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +61,7 @@ class Rank(ABC):
             p.name: self._empty(p.name, p.what, p.dtype, p.shape) for p in plan.params if p.what == "output"
         }
         self._expected = params.expected(plan)
+        self._positions = params.positions(plan)
 
     def _join(self, heaps: Sequence[int]) -> None:
         """Fill the buffers and meet the live ranks, whose heaps are at these addresses. Ends a session's making."""
@@ -107,8 +109,23 @@ class Rank(ABC):
 
     # -- what the launches work on ---------------------------------------------------------------------------
 
+    def allocate(self, name: str) -> torch.Tensor:
+        """Zeroed memory for parameter ``name``, which may be bound to others of its size too and which launches write.
+
+        For what one layer writes and another reads: a cache is one layer's state and the next one's input.
+        """
+        found = next((p for p in self.plan.params if p.name == name and p.what in ("input", "output", "state")), None)
+        if found is None:
+            raise DeviceError(f"{self.plan.name} has no input, output or state {name}")
+        made = self._empty(name, "state", found.dtype, found.shape)
+        with self.writing(made):
+            made.zero_()
+        return made
+
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> Layer:
         """Check and bind a tensor for each parameter; the session's own outputs stand in for outputs not given.
+
+        State is read and written where it is given: a launch keeps what it does not replace.
 
         Weights are in the packed layout of :mod:`megagen.ops.packing`, on this session's device; what is bound is in
         the Layer's ``tensors``. Raises DeviceError that names every parameter that is missing, unknown, of wrong type
@@ -157,12 +174,32 @@ class Rank(ABC):
         return found
 
     def set_tokens(self, tokens: int) -> None:
-        """Tokens of the launches that follow in the current stream, captured graphs included; 1 to plan.tokens."""
+        """:meth:`set_step` with a chain of so many tokens and nothing in the caches before it."""
+        self._refuse_tokens(tokens)
+        self.set_step(Step.chain(tokens))
+
+    def set_step(self, step: Step) -> None:
+        """What the launches that follow in the current stream work on, captured graphs included.
+
+        Raises DeviceError for more tokens than the Plan's, and for positions that its table of rotations lacks.
+        """
+        self._refuse_tokens(step.tokens)
+        last = max(step.positions)
+        if self._positions is not None and last >= self._positions:
+            raise DeviceError(
+                f"a token at position {last}: the table of rotations of {self.plan.name} has {self._positions}"
+            )
+        self._send(step.words())
+        self.step, self.tokens = step, step.tokens
+
+    def _refuse_tokens(self, tokens: int) -> None:
         if not 1 <= tokens <= self.plan.tokens:
             raise DeviceError(f"{tokens} tokens: a launch of {self.plan.name} takes 1 to {self.plan.tokens}")
-        self.tokens = tokens
+
+    def _send(self, words: Sequence[int]) -> None:
+        """Write the control words, in the current stream."""
         with self.writing(self._control):
-            self._control[:1].fill_(tokens)
+            self._control.copy_(self._torch.tensor(words, dtype=self._torch.int32))
 
     def set_route_override(self, table: torch.Tensor | None) -> None:
         """Expert ids that replace the router's in the launches that follow; int32 [tokens, top_k], distinct in a row.

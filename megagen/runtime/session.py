@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from megagen.errors import DeviceError
 from megagen.ir.plan import Plan
-from megagen.runtime import driver, hang, heap
+from megagen.runtime import driver, hang, heap, params
 from megagen.runtime.rank import Layer, Rank
 
 if TYPE_CHECKING:
@@ -18,12 +19,34 @@ if TYPE_CHECKING:
 
 GRACE_S = 1.0  # how much longer than the device's own bound the host waits
 UNBOUNDED_S = 30.0  # the host's patience when the device's waits have no bound
+IN_FLIGHT = 4  # control words on their way to the device before the host waits for the oldest
 
 
 class Replayable(Protocol):
     """A ``torch.cuda.CUDAGraph``, of which only this much is used."""
 
     def replay(self) -> None: ...
+
+
+class Uploads:
+    """Words on their way to the device: the host writes them into one of a few pinned ``buffers`` and goes on.
+
+    ``event`` makes one that, recorded in the current stream, says when a buffer has been read.
+    """
+
+    def __init__(self, buffers: Sequence[torch.Tensor], event: Callable[[], Any]) -> None:
+        self._slots: list[tuple[torch.Tensor, Any, Any]] = [(b, b.numpy(), event()) for b in buffers]
+        self._format = struct.Struct(f"<{buffers[0].numel()}i")
+        self._next = 0
+
+    def send(self, words: Sequence[int], to: torch.Tensor) -> None:
+        """Copy ``words`` to the device tensor ``to``, in the current stream."""
+        buffer, view, read = self._slots[self._next]
+        self._next = (self._next + 1) % len(self._slots)
+        read.synchronize()
+        self._format.pack_into(view, 0, *words)
+        to.copy_(buffer, non_blocking=True)
+        read.record()
 
 
 class Session(Rank):
@@ -78,6 +101,8 @@ class Session(Rank):
                     hint=f"launch at most {fit} blocks",
                 )
 
+        buffers = [torch.zeros(params.CONTROL_WORDS, dtype=torch.int32, pin_memory=True) for _ in range(IN_FLIGHT)]
+        self._uploads = Uploads(buffers, torch.cuda.Event)
         super().__init__(plan, device_, live=live, rank=rank, timeout_ms=timeout_ms, overrides=overrides)
         self._side = torch.cuda.Stream(self.device)  # reads progress while the launch stream is busy
         self._progress = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -97,6 +122,9 @@ class Session(Rank):
             self._torch.cuda.current_stream(self.device).synchronize()
         return given
 
+    def _send(self, words: Sequence[int]) -> None:
+        self._uploads.send(words, self._control)
+
     # -- launches --------------------------------------------------------------------------------------------
 
     def launch(self, layer: Layer, stream: torch.cuda.Stream | None = None) -> None:
@@ -105,12 +133,18 @@ class Session(Rank):
         for kernel in self.kernels:
             kernel.launch(layer.block, handle)
 
-    def capture(self, layers: Sequence[Layer], *, replays: int = 1) -> Replayable:
-        """A CUDA graph that launches ``layers`` in order, ``replays`` times over. Keep the layers as long as it."""
+    def capture(
+        self, layers: Sequence[Layer], *, replays: int = 1, before: Callable[[], None] = lambda: None
+    ) -> Replayable:
+        """A CUDA graph that launches ``layers`` in order, ``replays`` times over. Keep the layers as long as it.
+
+        ``before`` queues what the graph begins with, into the current stream.
+        """
         torch = self._torch
         graph: Replayable = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph):
+                before()
                 for _ in range(replays):
                     for layer in layers:
                         self.launch(layer)

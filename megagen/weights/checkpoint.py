@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class Checkpoint:
         return sorted({int(m[1]) for m in found if m})
 
     def open(self, layer: int, graph: Graph) -> dict[str, Source]:
-        """The layer's weights by name, checked against what ``graph`` expects but not read.
+        """The layer's weights by name, checked against what ``graph`` expects but not read; weights of the graph that
+        are the next layer's come from ``layer`` + 1.
 
         Raises WeightError listing every tensor that is missing, misshapen or wrongly typed.
         """
@@ -78,8 +79,8 @@ class Checkpoint:
         sources = {}
         for weight in graph.weights().values():
             slices = []
-            for suffix, shape, types in _expected(weight, graph.tp):
-                name = f"{self.prefix}{layer}.{weight.names[0]}{suffix}"
+            for below, shape, types in _expected(weight, graph.tp):
+                name = f"{self.prefix}{layer + weight.next_layer}.{below}"
                 found = self.slice(name)
                 if found is None:
                     actual = "it is missing"
@@ -97,6 +98,11 @@ class Checkpoint:
                     f"it has layers {layers[0]} to {layers[-1]}"
                     if layers
                     else f"nothing in it begins with {self.prefix}"
+                )
+            elif layer + 1 not in layers and any(w.next_layer for w in graph.weights().values()):
+                hint = (
+                    f"it has no layer {layer + 1}, and {graph.name} ends with the next layer's projections: "
+                    "the last layer needs a schedule of its own"
                 )
             elif any(".experts." in p and "_proj" in p for p in problems):
                 hint = (
@@ -128,11 +134,15 @@ class Source:
     def read(self, expert: int = 0, rank: int | None = None) -> torch.Tensor | Nvfp4:
         """``rank``'s share of a matrix, or all of it: [rows, k] (or a vector [rows]) of the checkpoint's type, except
         that weights which the graph has in fp32 are widened."""
-        w = self.weight
-        parts = [torch.cat([s[index] for index in self._cuts(s, expert, rank)]) for s in self.slices[:2]]
-        if w.dtype is not DType.NVFP4:
-            return parts[0].float() if w.dtype is DType.FP32 else parts[0]
-        return Nvfp4(parts[0], parts[1], self.slices[2][expert])
+        if self.weight.dtype is DType.NVFP4:
+            codes, scales, scale_2 = self.slices
+            return Nvfp4(self._share([codes], expert, rank), self._share([scales], expert, rank), scale_2[expert])
+        matrix = self._share(self.slices, expert, rank)
+        return matrix.float() if self.weight.dtype is DType.FP32 else matrix
+
+    def _share(self, tensors: Sequence[Any], expert: int, rank: int | None) -> torch.Tensor:
+        """What is read of ``tensors``, stacked along rows: several are the parts of one matrix, each cut by itself."""
+        return torch.cat([t[index] for t in tensors for index in self._cuts(t, expert, rank)])
 
     def _cuts(self, tensor: Any, expert: int, rank: int | None) -> list[tuple[Any, ...]]:
         w, shape = self.weight, tensor.get_shape()
@@ -198,20 +208,25 @@ def load_reference(
 
 
 def _expected(weight: Weight, tp: int) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """(name suffix, shape, acceptable types) of a weight's checkpoint tensors.
+    """(name below the layer, shape, acceptable types) of a weight's checkpoint tensors.
 
     Types other than the graph's own are accepted where conversion to what the device holds is exact.
     """
-    rows = weight.rows * (tp if weight.shard is Shard.ROWS else 1)
+    ranks = tp if weight.shard is Shard.ROWS else 1
+    rows = weight.rows * ranks
     k = weight.k * (tp if weight.shard is Shard.K else 1)
     lead = (weight.experts,) if weight.experts else ()
+    name = weight.names[0]
     if weight.dtype is DType.NVFP4:
         second = (*lead, 2) if weight.gate_up else lead
         shapes = (*lead, rows, k // 2), (*lead, rows, k // BLOCK), second
-        return list(zip(SUFFIXES, shapes, (("U8",), ("F8_E4M3",), ("F32",)), strict=True))
+        names = [name + suffix for suffix in SUFFIXES]
+        return list(zip(names, shapes, (("U8",), ("F8_E4M3",), ("F32",)), strict=True))
     if weight.k == 1:
-        return [("", (rows,), ("BF16", "F32"))]
-    return [("", (*lead, rows, k), ("F32", "BF16") if weight.dtype is DType.FP32 else ("BF16",))]
+        return [(name, (rows,), ("BF16", "F32"))]
+    types = ("F32", "BF16") if weight.dtype is DType.FP32 else ("BF16",)
+    parts = zip(weight.names, weight.parts or (weight.rows,), strict=True)
+    return [(part, (*lead, n * ranks, k), types) for part, n in parts]
 
 
 def _json(path: Path, key: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -62,7 +62,8 @@ def random_layer(
     ``scale_extremes`` draws NVFP4 block scales from the ends of e4m3 instead: 0, subnormals from 2^-9, up to 448.
     The same seed gives other numbers on another kind of device.
     """
-    gain = {"gain": 0.1, "bias": 0.02, "gate": 0.3}  # standard deviation of vectors, by the op's port
+    # standard deviation of vectors, by the op's port
+    gain = {"gain": 0.1, "next_gain": 0.1, "bias": 0.02, "gate": 0.3}
     values: dict[str, torch.Tensor | Nvfp4] = {}
     for op in graph.ops:
         for port, w in op.weights.items():
@@ -86,8 +87,11 @@ def world_env(shards: list[LayerWeights]) -> dict[str, torch.Tensor | Callable[[
 
     Live rank L of n plays ranks L * S + j, j < S = tp / n, with its own shard and messages rotated by 16 j
     elements. So rank L * S + j holds the shard with its output rows (of both halves of [gate; up]) rolled by 16 j.
-    A K-sharded matrix's whole output is rolled, and its columns too, as its input comes from rolled rows. Experts
-    are callables that dequantise to fp32 and assemble one expert's matrix. Raises WeightError if n does not divide tp.
+    A K-sharded matrix's whole output is rolled, and its columns too, as its input comes from rolled rows. Of what is
+    ``local``, rows are not rolled and neither are columns: no message carries them. A matrix of parts becomes each
+    part's rows of all ranks in turn. Where the sum is ``scattered``, rank L sums the contributions to its slice of the
+    rows, rolled by 16 j each, and stand-ins send that on, rolled again. Experts are callables that dequantise to fp32
+    and assemble one expert's matrix. Raises WeightError if n does not divide tp.
     """
     graph = shards[0].graph
     if graph.tp % len(shards):
@@ -100,12 +104,24 @@ def world_env(shards: list[LayerWeights]) -> dict[str, torch.Tensor | Callable[[
         if w.shard is Shard.NONE:
             return plain[0]
         turns = [(x, ROTATION * j) for x in plain for j in range(stand_ins)]
+        if w.scattered:
+            n, columns = w.rows // graph.tp, 0 if w.local else 1
+            own = [slice(live * stand_ins * n, (live * stand_ins + 1) * n) for live in range(len(shards))]
+            sums = [torch.cat([x[o].roll((by, by * columns), (0, 1)) for x, by in turns], dim=1) for o in own]
+            return torch.cat([x.roll(ROTATION * j, 0) for x in sums for j in range(stand_ins)])
         if w.shard is Shard.K:
-            return torch.cat([x.roll((by, by), (0, 1)) for x, by in turns], dim=1)
-        halves = [x.view(2 if w.gate_up else 1, -1, w.k).roll(by, 1) for x, by in turns]
-        return torch.cat(halves, dim=1).flatten(0, 1)
+            return torch.cat([x.roll((by, 0 if w.local else by), (0, 1)) for x, by in turns], dim=1)
+        parts = w.parts or ((w.rows // 2,) * 2 if w.gate_up else (w.rows,))
+        ranks = [[part.roll(0 if w.local else by, 0) for part in x.split(parts)] for x, by in turns]
+        return torch.cat([part for same in zip(*ranks, strict=True) for part in same])
 
     return {name: partial(build, w) if w.experts else build(w) for name, w in graph.weights().items()}
+
+
+def world_tensor(tensors: Sequence[torch.Tensor], stand_ins: int, axis: int) -> torch.Tensor:
+    """The whole of an activation that stays on its rank (queries, a cache), of the live ranks' in rank order: those
+    for which a live rank stands in have the very same as it. ``axis`` is the tensor's ``shard_axis``."""
+    return torch.cat([x for x in tensors for _ in range(stand_ins)], dim=axis)
 
 
 def _fan_in(w: Weight, tp: int) -> float:

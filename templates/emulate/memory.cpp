@@ -461,9 +461,10 @@ void Engine::deliver(u32 index) {
                 break;
             }
         }
-        std::memcpy(reinterpret_cast<void*>(ev.address), &value, 4);
+        for (u32 i = 0; i < 4; ++i)
+            if (ev.access.bytes >> i & 1) std::memcpy(a.base + 4 * word + i, reinterpret_cast<u8*>(&value) + i, 1);
         if (a.valid[word] & kPending) pending.erase(ev.address);
-        a.valid[word] = kBytes;
+        a.valid[word] = (a.valid[word] & kBytes) | ev.access.bytes;
         if (ev.what == Event::kStore) {
             if (!sync_words.empty()) sync_words.erase(ev.address);
             if (ev.launched && a.tags.empty()) a.tags.resize(a.valid.size());
@@ -576,22 +577,25 @@ void global_store(void* to, const void* from, u32 bytes, Scope scope, Order orde
     Engine& e = engine_of(t);
     ++e.count.stores;
     Allocation& a = checked(t, to, bytes, true, at);
-    const u64 first = (static_cast<u8*>(to) - a.base) / 4;
+    const u64 offset = static_cast<u8*>(to) - a.base, first = offset / 4;
+    const u32 part = bytes < 4 ? offset % 4 : 0; // where in its word something shorter begins
     const bool releases = order == Order::kRelease || order == Order::kAcqRel;
     ReleaseRef released;
     if (releases) released = release(t, scope);
-    const Access mine = access_of(t, scope, false, at);
-    for (u32 i = 0; i < bytes / 4; ++i) {
-        const u64 address = reinterpret_cast<u64>(to) + 4 * i;
+    Access mine = access_of(t, scope, false, at);
+    mine.bytes = bytes < 4 ? ((1u << bytes) - 1) << part : kBytes;
+    for (u32 i = 0; i < (bytes + 3) / 4; ++i) {
+        const u64 address = reinterpret_cast<u64>(to) - part + 4 * i;
         if (e.config.race)
             check_write(
-                t, a.shadow[first + i], mine, [&] { return place_of(a, static_cast<u8*>(to) + 4 * i, 4); }, at, true);
+                t, a.shadow[first + i], mine,
+                [&] { return place_of(a, static_cast<u8*>(to) + 4 * i, std::min(bytes, 4u)); }, at, true);
         if (a.valid[first + i] & kPending) settle(t, address, true);
         Event ev;
         ev.what = Event::kStore;
         ev.address = address;
         ev.allocation = &a;
-        std::memcpy(&ev.value, static_cast<const u8*>(from) + 4 * i, 4);
+        std::memcpy(reinterpret_cast<u8*>(&ev.value) + part, static_cast<const u8*>(from) + 4 * i, std::min(bytes, 4u));
         ev.access = mine;
         ev.released = released;
         if (scope != Scope::kNone) {

@@ -74,7 +74,7 @@ struct Normed {  // counter, every_directive.py:47
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
   static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Logits {  // lamport, every_directive.py:48
   static constexpr Sync kKind = Sync::kLamport;
@@ -82,7 +82,7 @@ struct Logits {  // lamport, every_directive.py:48
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 12;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
@@ -90,7 +90,7 @@ struct Routes {  // lamport
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct PooledPartials {  // cluster, every_directive.py:50
   static constexpr Sync kKind = Sync::kCluster;
@@ -98,7 +98,7 @@ struct PooledPartials {  // cluster, every_directive.py:50
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
   using Done = barrier::DonePooledPartials;
   static constexpr u32 kSharedOffset = 177408, kChunks = 8, kRowBlocks = 32;
 };
@@ -108,7 +108,7 @@ struct Pooled {  // flag, every_directive.py:51
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 1274880, kArrivals = 32, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertIn {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
@@ -116,7 +116,7 @@ struct ExpertIn {  // lamport
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertMid {  // lamport, every_directive.py:52
   static constexpr Sync kKind = Sync::kLamport;
@@ -124,7 +124,7 @@ struct ExpertMid {  // lamport, every_directive.py:52
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kExpert;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertOut {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
@@ -132,7 +132,7 @@ struct ExpertOut {  // lamport
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kExpert;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = true;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = true;
 };
 struct Combined {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
@@ -140,7 +140,7 @@ struct Combined {  // lamport
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct UnpooledPartials {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
@@ -148,7 +148,7 @@ struct UnpooledPartials {  // lamport
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Unpooled {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
@@ -156,7 +156,7 @@ struct Unpooled {  // lamport
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 }  // namespace channel
 
@@ -338,6 +338,7 @@ struct Residual {  // every_directive.py:38
   using In = Channel<channel::Unpooled>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
+  static constexpr u32 kParts = 1;
   static constexpr u32 kScratch = 177296;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }

@@ -68,7 +68,7 @@ struct Normed {  // lamport, muse_moe.py:72
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 9;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Logits {  // lamport, muse_moe.py:73
   static constexpr Sync kKind = Sync::kLamport;
@@ -76,7 +76,7 @@ struct Logits {  // lamport, muse_moe.py:73
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 10;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
@@ -84,7 +84,7 @@ struct Routes {  // lamport
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct PooledPartials {  // lamport, muse_moe.py:74
   static constexpr Sync kKind = Sync::kLamport;
@@ -92,7 +92,7 @@ struct PooledPartials {  // lamport, muse_moe.py:74
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Pooled {  // lamport, muse_moe.py:75
   static constexpr Sync kKind = Sync::kLamport;
@@ -100,7 +100,7 @@ struct Pooled {  // lamport, muse_moe.py:75
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertIn {  // lamport, muse_moe.py:76
   static constexpr Sync kKind = Sync::kLamport;
@@ -108,7 +108,7 @@ struct ExpertIn {  // lamport, muse_moe.py:76
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertMid {  // lamport, muse_moe.py:77
   static constexpr Sync kKind = Sync::kLamport;
@@ -116,7 +116,7 @@ struct ExpertMid {  // lamport, muse_moe.py:77
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kExpert;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertOut {  // lamport, muse_moe.py:78
   static constexpr Sync kKind = Sync::kLamport;
@@ -124,7 +124,7 @@ struct ExpertOut {  // lamport, muse_moe.py:78
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kExpert;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Combined {  // lamport, muse_moe.py:79
   static constexpr Sync kKind = Sync::kLamport;
@@ -132,7 +132,7 @@ struct Combined {  // lamport, muse_moe.py:79
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kToken;
-  static constexpr bool kWorld = false, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct UnpooledPartials {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
@@ -140,7 +140,7 @@ struct UnpooledPartials {  // lamport, muse_moe.py:80
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = false, kReaderResets = true, kFault = false;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Unpooled {  // lamport, muse_moe.py:81
   static constexpr Sync kKind = Sync::kLamport;
@@ -148,7 +148,7 @@ struct Unpooled {  // lamport, muse_moe.py:81
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
-  static constexpr bool kWorld = true, kReaderResets = false, kFault = false;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 }  // namespace channel
 
@@ -328,6 +328,7 @@ struct Residual {  // muse_moe.py:45
   using In = Channel<channel::Unpooled>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
+  static constexpr u32 kParts = 1;
   static constexpr u32 kScratch = 132240;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }

@@ -19,14 +19,15 @@ SCHEDULE, MACHINE, ARCH = Path("muse_moe.py"), "h200", "sm_90a"
 
 @dataclass
 class Rig:
-    """Builds plans of the expert block at full size, opens their sessions and binds the same weights to each."""
+    """Builds plans of a schedule at full size, opens their sessions and binds the same weights to each."""
 
     settings: Settings
+    schedule: Path = SCHEDULE
     _built: dict[Any, pipeline.Built] = field(default_factory=dict)
     _sessions: dict[Any, Any] = field(default_factory=dict)
 
     def checked(self, choices: Mapping[str, str] | None = None, *, fused: bool = True) -> pipeline.Checked:
-        return pipeline.check(pipeline.Request(SCHEDULE, MACHINE, choices=dict(choices or {}), fused=fused))
+        return pipeline.check(pipeline.Request(self.schedule, MACHINE, choices=dict(choices or {}), fused=fused))
 
     def built(self, choices: Mapping[str, str] | None = None, *, fused: bool = True, fault: str = "") -> pipeline.Built:
         """``fault``: the channel whose first tile is never sent."""
@@ -85,6 +86,14 @@ class Rig:
 @pytest.fixture(scope="session")
 def rig() -> Iterator[Rig]:
     made = Rig(Settings.from_env())
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def layers() -> Iterator[Rig]:
+    """The whole sliding-window layer."""
+    made = Rig(Settings.from_env(), Path("muse_swa.py"))
     yield made
     made.close()
 

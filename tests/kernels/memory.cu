@@ -105,7 +105,11 @@ extern "C" __global__ void stores(const __grid_constant__ Params<1> p) {
     ptx::st_release_gpu(out + 18, get(18));
     ptx::st_release_sys(out + 19, get(19));
     ptx::st_global_v2(out + 20, get2(20));
-    for (u32 i = 22; i < 24; ++i) ptx::st_global_u32(out + i, get(i));
+    ptx::st_global_u32(out + 22, get(22));
+    u8* halves = reinterpret_cast<u8*>(out + 23);
+    const bool last = threadIdx.x % 2 != 0; // which of the halves comes last
+    ptx::st_global_u16(halves + 2 * !last, last ? get(23) : get(23) >> 16);
+    ptx::st_global_u16(halves + 2 * last, last ? get(23) >> 16 : get(23));
     ptx::expect_none(ptx::ld_global_v4(in), 0xffffffffu);
 }
 

@@ -28,6 +28,7 @@ struct Context {
     u32 warp = threadIdx.x / 32;
     u32 lane = threadIdx.x % 32;
     u32 tokens = 0;
+    u32 context = 0; // tokens in the caches before this launch's
     u32 odd = 0; // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
     u32 third = 0;
     ptx::Step step = 0;
@@ -57,11 +58,21 @@ struct Context {
         if constexpr (K::kPdl) ptx::griddepcontrol_wait();
         const u32 wanted = ptx::ld_relaxed_sys(p.sys.control);
         tokens = wanted < K::kTokens ? wanted : K::kTokens;
+        context = ptx::ld_relaxed_sys(p.sys.control + kControlContext);
         const u32 launches = epoch();
         odd = launches % 2;
         third = launches % 3;
         // Another rank may set the word just now: the lanes must agree.
         dead = __any_sync(kFullMask, dead || ptx::ld_relaxed_sys(heap() + K::kAbortOffset) != 0);
+    }
+
+    // Of a token of this launch: where it stands in its sequence, and which of the launch's tokens it sees (a bit each,
+    // its own included). Token i is kept in the caches as number context + i, whatever its position.
+    __device__ __forceinline__ u32 position(u32 token) const {
+        return ptx::ld_relaxed_sys(p.sys.control + kControlPositions + token);
+    }
+    __device__ __forceinline__ u32 ancestors(u32 token) const {
+        return ptx::ld_relaxed_sys(p.sys.control + kControlAncestors + token);
     }
 
     // This rank's exchange memory.

@@ -17,7 +17,7 @@ constexpr u32 kMaxRanks = 8;
 // What every kernel gets beside its tensors. Mirrored by megagen/runtime.
 struct System {
     u8* heap[kMaxRanks];       // each live rank's exchange memory
-    const u32* control;        // [0] = tokens of this launch
+    const u32* control;        // what this launch works on, see below
     const int* route_override; // [tokens][top_k] expert ids, -1 = keep; null = none
     u32 rank;                  // live rank
     u32 live;                  // live ranks
@@ -26,6 +26,11 @@ struct System {
     u32 reserved[8];
 };
 static_assert(sizeof(System) == 128, "runtime packs 128 bytes");
+
+// Control words: [0] = tokens of this launch; then by name. Mirrored by megagen/runtime.
+constexpr u32 kControlContext = 1;    // tokens in the caches before
+constexpr u32 kControlPositions = 16; // of each token
+constexpr u32 kControlAncestors = 32; // of each token, itself included: a bit a token
 
 // A contiguous share of n tiles: the same rule on every block, so any block count works.
 struct Range {

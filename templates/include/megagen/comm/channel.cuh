@@ -1,7 +1,7 @@
 // A tensor on its way from its writers to its readers, in global memory, with the primitive that orders them.
 //
 // D describes it: kKind, kOffset, kBytes, kCopies (heap), kEmpty, kElementBytes, kRowStride, kRankStride, kShard,
-// kWorld, kCounterOffset, kArrivals, kArrivalsPer, kReaderResets, kIndex, kFault.
+// kWorld, kScatter, kCounterOffset, kArrivals, kArrivalsPer, kReaderResets, kIndex, kFault.
 // Ops call send / publish on one side and wait / read on the other and do not know which primitive it is.
 #pragma once
 
@@ -112,14 +112,16 @@ struct Channel {
         return heap + D::kCounterOffset + which(ctx, ahead) * 4;
     }
 
-    // How many copies of a message leave this rank: one to each rank of the world, stand-ins included.
+    // How many copies of a message leave this rank: one to each rank of the world, stand-ins included. What is
+    // scattered goes to one rank, once for each that this one stands in for.
     template <class Ctx>
     MEGAGEN_DEVICE u32 destinations(const Ctx& ctx) {
-        return D::kWorld ? ctx.p.sys.world : 1;
+        return D::kScatter ? ctx.p.sys.world / ctx.p.sys.live : D::kWorld ? ctx.p.sys.world : 1;
     }
 
     // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination: live
     // rank by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements a stand-in.
+    // When scattered, e counts over all ranks' shards, and those of ranks that are stood in for go nowhere.
     template <class V, class Ctx>
     MEGAGEN_DEVICE void send_to(const Ctx& ctx, u32 destination, u32 row, u32 e, V v) {
         if constexpr (D::kFault) {
@@ -131,7 +133,12 @@ struct Channel {
         } else if constexpr (D::kWorld) {
             const System& sys = ctx.p.sys;
             const u32 shift = __ffs(sys.world / sys.live) - 1; // stand-ins of a live rank: a power of two
-            const u32 peer = destination >> shift, j = destination - (peer << shift);
+            u32 peer = destination >> shift, j = destination - (peer << shift);
+            if constexpr (D::kScatter) {
+                const u32 owner = e / D::kShard;
+                peer = owner >> shift, j = destination, e -= owner * D::kShard;
+                if (peer << shift != owner) return;
+            }
             u32 rotated = e + 16 * j;
             if (rotated >= D::kShard) rotated -= D::kShard;
             const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
@@ -316,6 +323,13 @@ struct Output {
     template <class V, class Ctx>
     MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
         if (!ctx.dead) ptx::st_relaxed_gpu(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
+    }
+
+    // One element of two bytes; others may write its neighbours.
+    template <class Ctx>
+    MEGAGEN_DEVICE void send_half(const Ctx& ctx, u32 row, u32 e, u32 v) {
+        static_assert(D::kElementBytes == 2, "an element is two bytes");
+        if (!ctx.dead) ptx::st_global_u16(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
     }
 
     template <class Ctx>

@@ -17,18 +17,26 @@ concept DenseGemmPolicy = requires {
     Op::kHint;
     Op::kL2Hint;
     typename Op::In;
-    typename Op::Partials;
     &Op::weight;
 };
 
-// Besides: Out, where there is a finish role. weight(params) points to the packed stages.
+// Besides: Partials, unless one unit spans K; Out and kOutbox then, or Out where there is a finish role. weight(params)
+// points to the packed stages.
 template <DenseGemmPolicy Op>
 struct DenseGemm {
+    static constexpr bool kDirect = !requires { typename Op::Partials; };
     static constexpr u32 kRowBlocks = Op::kRows / kRowBlock;
     static constexpr u32 kChunks = Op::kK / Op::kUnitK;
     static constexpr u32 kGroups = Op::kUnitK / kSlices / kGroup;
     using Weights = Format<static_cast<WeightFormat>(Op::kFormat)>;
     static_assert(kRowBlock * Op::kUnitK * (Op::kFormat == 1 ? 4 : 2) == Op::kStageBytes, "a unit is one ring stage");
+
+    template <bool kPartial>
+    static __device__ __forceinline__ constexpr bool clustered() {
+        if constexpr (kPartial) return Op::Partials::kClustered;
+        return false;
+    }
+    static constexpr bool kClustered = clustered<!kDirect>();
 
     struct Unit {
         u32 chunk;
@@ -40,14 +48,14 @@ struct DenseGemm {
     struct Tiles {
         template <class Ctx>
         MEGAGEN_DEVICE Range row_blocks(const Ctx& ctx) {
-            if constexpr (Op::Partials::kClustered) return Op::Partials::cluster_share(ctx);
+            if constexpr (kClustered) return Op::Partials::cluster_share(ctx);
             return {0, kRowBlocks};
         }
 
         template <class Ctx>
         MEGAGEN_DEVICE Range run(const Ctx& ctx) {
             using K = typename Ctx::Kernel;
-            if constexpr (Op::Partials::kClustered) {
+            if constexpr (kClustered) {
                 const Range r = row_blocks(ctx);
                 return share_of((r.last - r.first) * kChunks, ctx.block % K::kCluster, K::kCluster);
             }
@@ -120,29 +128,64 @@ struct DenseGemm {
 
     template <class Ctx>
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
-        constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
         const u32 n = Tiles::count(ctx);
 #pragma unroll 1
         for (u32 i = 0; i < n; ++i) {
             if (!Ctx::Accum::acquire(ctx)) return;
             const Unit unit = Tiles::unit(ctx, i);
-            const u32 row = (unit.chunk * kRowBlocks + unit.row_block) * Ctx::Kernel::kTokens;
-            float consumed = 0;
-#pragma unroll 1
-            for (u32 t = 0; t < kTiles; ++t) {
-                float c[4];
-                Ctx::Accum::take(ctx, t, c);
-                consumed += c[0];
-#pragma unroll
-                for (u32 h = 0; h < 4; ++h) {
-                    const u32 token = t * 8 + ctx.lane % 4 * 2 + h % 2;
-                    if (token < ctx.tokens)
-                        Op::Partials::send(ctx, row + token, ctx.lane / 4 + h / 2 * 8, __float_as_uint(c[h]));
-                }
+            if constexpr (kDirect) {
+                send_rows(ctx, unit.row_block);
+                Op::Out::publish(ctx);
+            } else {
+                send_partials(ctx, (unit.chunk * kRowBlocks + unit.row_block) * Ctx::Kernel::kTokens);
+                Op::Partials::publish(ctx);
             }
-            Ctx::Accum::release(ctx, consumed);
-            Op::Partials::publish(ctx);
         }
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE void send_partials(Ctx& ctx, u32 row) {
+        float consumed = 0;
+#pragma unroll 1
+        for (u32 t = 0; t < (Ctx::Kernel::kTokens + 7) / 8; ++t) {
+            float c[4];
+            Ctx::Accum::take(ctx, t, c);
+            consumed += c[0];
+#pragma unroll
+            for (u32 h = 0; h < 4; ++h) {
+                const u32 token = t * 8 + ctx.lane % 4 * 2 + h % 2;
+                if (token < ctx.tokens)
+                    Op::Partials::send(ctx, row + token, ctx.lane / 4 + h / 2 * 8, __float_as_uint(c[h]));
+            }
+        }
+        Ctx::Accum::release(ctx, consumed);
+    }
+
+    // A row block is done: it leaves through shared memory, so that a lane has half of a token's 16 rows.
+    template <class Ctx>
+    MEGAGEN_DEVICE void send_rows(Ctx& ctx, u32 row_block) {
+        constexpr u32 kTokenBytes = kRowBlock * 2;
+        const u32 scratch = ctx.shared + Op::kOutbox;
+        float consumed = 0;
+        __syncwarp();
+#pragma unroll
+        for (u32 t = 0; t < (Ctx::Kernel::kTokens + 7) / 8; ++t) {
+            float c[4];
+            Ctx::Accum::take(ctx, t, c);
+            consumed += c[0];
+            const u32 at = scratch + (t * 8 + ctx.lane % 4 * 2) * kTokenBytes + ctx.lane / 4 * 2;
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                const u32 pair = ptx::cvt_bf16x2(c[i], c[2 + i]);
+                ptx::st_shared_u16(at + i * kTokenBytes, pair & 0xffffu);
+                ptx::st_shared_u16(at + i * kTokenBytes + kRowBlock, pair >> 16);
+            }
+        }
+        Ctx::Accum::release(ctx, consumed);
+        __syncwarp();
+        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
+        if (token < ctx.tokens)
+            Op::Out::send(ctx, token, row_block * kRowBlock + half, ptx::ld_shared_v4(scratch + ctx.lane * 16));
     }
 
     // Adds the K chunks in ascending order: lane = (token, half of the row block).
@@ -151,7 +194,7 @@ struct DenseGemm {
         if (!Op::Partials::wait(ctx)) return;
         Range mine = share_of(kRowBlocks, ctx.block, Ctx::Kernel::kBlocks);
         u32 stride = 1;
-        if constexpr (Op::Partials::kClustered) {
+        if constexpr (kClustered) {
             mine = Op::Partials::cluster_share(ctx);
             stride = Ctx::Kernel::kCluster;
             mine.first += ctx.block % stride;

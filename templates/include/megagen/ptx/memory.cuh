@@ -81,6 +81,11 @@ MEGAGEN_DEVICE void st_global_u32(void* p, u32 v) {
     asm volatile("st.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
+// The low half.
+MEGAGEN_DEVICE void st_global_u16(void* p, u32 v) {
+    asm volatile("st.global.u16 [%0], %1;" ::"l"(p), "h"(static_cast<u16>(v)) : "memory");
+}
+
 MEGAGEN_DEVICE void st_relaxed_gpu(void* p, u32 v) {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }

@@ -70,6 +70,10 @@ MEGAGEN_STORE(st_release_gpu, u32, kGpu, kRelease)
 MEGAGEN_STORE(st_release_sys, u32, kSys, kRelease)
 #undef MEGAGEN_STORE
 
+MEGAGEN_DEVICE void st_global_u16(void* p, u32 v, Site at = Site::current()) {
+    store(p, static_cast<u16>(v), Scope::kNone, Order::kRelaxed, at);
+}
+
 MEGAGEN_DEVICE void red_add_release_gpu(void* p, u32 v, Site at = Site::current()) {
     emulate::global_rmw(p, Rmw::kAdd, v, 0, false, Scope::kGpu, Order::kRelease, at);
 }

@@ -1,0 +1,613 @@
+// muse_swa: muse_spark.sliding_layer.nn, tp 8, up to 16 tokens, for h200 (132 blocks
+// of 12 warps, clusters of 1). Written by megagen; edit the schedule instead.
+#include <megagen/ops/attention.cuh>
+#include <megagen/ops/combine.cuh>
+#include <megagen/ops/dense_gemm.cuh>
+#include <megagen/ops/expert_gemm.cuh>
+#include <megagen/ops/qkv_heads.cuh>
+#include <megagen/ops/residual.cuh>
+#include <megagen/ops/rms_norm.cuh>
+#include <megagen/ops/top_k.cuh>
+#include <megagen/kernel.cuh>
+
+namespace {
+
+using namespace megagen;
+
+struct Params {
+  System sys;
+  const u8* stream;
+  const u8* q;
+  const u8* gate;
+  const u8* k_cache;
+  const u8* v_cache;
+  const u8* rotary;
+  u8* stream_out;
+  u8* next_q;
+  u8* next_gate;
+  u8* next_k_cache;
+  u8* next_v_cache;
+  const u8* o_proj_weight;
+  const u8* attention_gate;
+  const u8* pre_ffn_gain;
+  const u8* router_weight;
+  const u8* pooler_weight;
+  const u8* router_bias;
+  const u8* pre_expert_gain;
+  const u8* gate_up_weight;
+  const u8* gate_up_weight_scale;
+  const u8* down_weight;
+  const u8* down_weight_scale;
+  const u8* post_expert_gain;
+  const u8* unpooler_weight;
+  const u8* post_ffn_gain;
+  const u8* residual_gate;
+  const u8* next_gain;
+  const u8* next_qkvg_weight;
+};
+
+namespace barrier {
+struct RingFull {
+  static constexpr u32 kOffset = 132816, kSlots = 3, kCount = 1, kIndex = 0;
+};
+struct RingEmpty {
+  static constexpr u32 kOffset = 132840, kSlots = 3, kCount = 8, kIndex = 1;
+};
+struct AccumFull {
+  static constexpr u32 kOffset = 132864, kSlots = 2, kCount = 8, kIndex = 2;
+};
+struct AccumEmpty {
+  static constexpr u32 kOffset = 132880, kSlots = 2, kCount = 1, kIndex = 3;
+};
+struct TableReady {
+  static constexpr u32 kOffset = 132896, kSlots = 1, kCount = 1, kIndex = 4;
+};
+struct GroupPostAttention {
+  static constexpr u32 kOffset = 132904, kSlots = 1, kCount = 8, kIndex = 5;
+};
+struct GroupPreExpertNorm {
+  static constexpr u32 kOffset = 132912, kSlots = 1, kCount = 8, kIndex = 6;
+};
+struct GroupCombine {
+  static constexpr u32 kOffset = 132920, kSlots = 1, kCount = 8, kIndex = 7;
+};
+struct GroupResidual {
+  static constexpr u32 kOffset = 132928, kSlots = 1, kCount = 8, kIndex = 8;
+};
+struct PointResidual {
+  static constexpr u32 kOffset = 132936, kSlots = 1, kCount = 8, kIndex = 9;
+};
+}  // namespace barrier
+
+namespace channel {
+struct AttentionPartials {  // lamport, muse_swa.py:85
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 102400, kBytes = 2367488, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 544, kIndex = 10;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
+};
+struct Attended {  // lamport, muse_swa.py:86
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 2469888, kBytes = 32768, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 0, kShard = 1024;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 11;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct Projected {  // lamport, muse_swa.py:92
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 2535424, kBytes = 2097152, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 131072, kShard = 8192;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 12;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct Middle {  // lamport, muse_swa.py:93
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 8826880, kBytes = 524288, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 13;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
+};
+struct Normed {  // lamport, muse_swa.py:94
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 9351168, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 14;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct Logits {  // lamport, muse_swa.py:95
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 9875456, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct Routes {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 10399744, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 16;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct PooledPartials {  // lamport, muse_swa.py:96
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 10401792, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 18;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
+};
+struct Pooled {  // lamport, muse_swa.py:97
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 10663936, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct ExpertIn {  // lamport, muse_swa.py:98
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 11057152, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct ExpertMid {  // lamport, muse_swa.py:99
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 11319296, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 21;
+  static constexpr Per kArrivalsPer = Per::kExpert;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct ExpertOut {  // lamport, muse_swa.py:100
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 14465024, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 22;
+  static constexpr Per kArrivalsPer = Per::kExpert;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct Combined {  // lamport, muse_swa.py:101
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 17610752, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 23;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct UnpooledPartials {  // lamport, muse_swa.py:102
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 17872896, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 24;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
+};
+struct Unpooled {  // lamport, muse_swa.py:103
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 18135040, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 25;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct NextNormed {  // lamport, muse_swa.py:104
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 18921472, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 26;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct NextPartials {  // lamport, muse_swa.py:105
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 19445760, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 27;
+  static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
+};
+}  // namespace channel
+
+namespace tensor {
+struct Stream {
+  static constexpr u32 kElementBytes = 4, kRowStride = 8192;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.stream; }
+};
+struct Q {
+  static constexpr u32 kElementBytes = 2, kRowStride = 1024;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.q; }
+};
+struct Gate {
+  static constexpr u32 kElementBytes = 2, kRowStride = 1024;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.gate; }
+};
+struct KCache {
+  static constexpr u32 kElementBytes = 2, kRowStride = 64;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.k_cache; }
+};
+struct VCache {
+  static constexpr u32 kElementBytes = 2, kRowStride = 64;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.v_cache; }
+};
+struct Rotary {
+  static constexpr u32 kElementBytes = 4, kRowStride = 64;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.rotary; }
+};
+struct StreamOut {
+  static constexpr u32 kElementBytes = 4, kRowStride = 8192;
+  static __device__ __forceinline__ u8* pointer(const Params& p) { return p.stream_out; }
+};
+struct NextQ {
+  static constexpr u32 kElementBytes = 2, kRowStride = 1024;
+  static __device__ __forceinline__ u8* pointer(const Params& p) { return p.next_q; }
+};
+struct NextGate {
+  static constexpr u32 kElementBytes = 2, kRowStride = 1024;
+  static __device__ __forceinline__ u8* pointer(const Params& p) { return p.next_gate; }
+};
+struct NextKCache {
+  static constexpr u32 kElementBytes = 2, kRowStride = 64;
+  static __device__ __forceinline__ u8* pointer(const Params& p) { return p.next_k_cache; }
+};
+struct NextVCache {
+  static constexpr u32 kElementBytes = 2, kRowStride = 64;
+  static __device__ __forceinline__ u8* pointer(const Params& p) { return p.next_v_cache; }
+};
+}  // namespace tensor
+
+struct RingPolicy {
+  using Full = barrier::RingFull;
+  using Empty = barrier::RingEmpty;
+  static constexpr u32 kStages = 3, kStageBytes = 36864, kOffset = 0;
+};
+
+struct AccumPolicy {
+  using Full = barrier::AccumFull;
+  using Empty = barrier::AccumEmpty;
+  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 110592;
+};
+
+struct TablePolicy {
+  using Ready = barrier::TableReady;
+  static constexpr u32 kOffset = 126976;
+};
+
+struct KernelPolicy {
+  using Params = ::Params;
+  using Ring = RingPolicy;
+  using Accum = AccumPolicy;
+  using Table = TablePolicy;
+  static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
+  static constexpr u32 kAbortOffset = 768, kRecordOffset = 1024, kEpochOffset = 0;
+  static constexpr bool kPdl = true;
+#ifdef MEGAGEN_UNBOUNDED_WAITS
+  static constexpr bool kBoundedWaits = false;
+#else
+  static constexpr bool kBoundedWaits = true;
+#endif
+
+  template <class Ctx>
+  static __device__ __forceinline__ void init_barriers(const Ctx& ctx) {
+    Barrier<barrier::RingFull>::init(ctx);
+    Barrier<barrier::RingEmpty>::init(ctx);
+    Barrier<barrier::AccumFull>::init(ctx);
+    Barrier<barrier::AccumEmpty>::init(ctx);
+    Barrier<barrier::TableReady>::init(ctx);
+    Barrier<barrier::GroupPostAttention>::init(ctx);
+    Barrier<barrier::GroupPreExpertNorm>::init(ctx);
+    Barrier<barrier::GroupCombine>::init(ctx);
+    Barrier<barrier::GroupResidual>::init(ctx);
+    Barrier<barrier::PointResidual>::init(ctx);
+  }
+};
+
+using Ctx = Context<KernelPolicy>;
+
+namespace policy {
+struct Attention {  // muse_swa.py:56
+  using Q = Input<tensor::Q>;
+  using Gate = Input<tensor::Gate>;
+  using Keys = Input<tensor::KCache>;
+  using Values = Input<tensor::VCache>;
+  using Partials = Channel<channel::AttentionPartials>;
+  using Out = Channel<channel::Attended>;
+  static constexpr u32 kHeads = 16;
+  static constexpr u32 kKvHeads = 2;
+  static constexpr u32 kChunks = 34;
+  static constexpr u32 kWindow = 2048;
+  static constexpr float kScale = 0.125f;
+  static constexpr float kEps = 1e-05f;
+};
+struct OProj {  // muse_swa.py:54
+  using In = Channel<channel::Attended>;
+  using Out = Channel<channel::Projected>;
+  static constexpr u32 kRows = 8192;
+  static constexpr u32 kK = 1024;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static constexpr u32 kOutbox = 131088;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
+};
+struct PostAttention {  // muse_swa.py:57
+  using Stream = Input<tensor::Stream>;
+  using In = Channel<channel::Projected>;
+  using Out = Channel<channel::Middle>;
+  using Normed = Channel<channel::Normed>;
+  static constexpr u32 kWidth = 8192;
+  static constexpr float kEps = 1e-08f;
+  static constexpr u32 kParts = 8;
+  static constexpr float kNextEps = 1e-05f;
+  static constexpr u32 kScratch = 131600;
+  using Group = barrier::GroupPostAttention;
+  static __device__ __forceinline__ const u8* gate(const Params& p) { return p.attention_gate; }
+  static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.pre_ffn_gain; }
+};
+struct Router {  // muse_swa.py:54
+  using In = Channel<channel::Normed>;
+  using Partials = Channel<channel::Logits>;
+  static constexpr u32 kRows = 256;
+  static constexpr u32 kK = 8192;
+  static constexpr u32 kUnitK = 512;
+  static constexpr u32 kFormat = 1;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
+};
+struct Pooler {  // muse_swa.py:54
+  using In = Channel<channel::Normed>;
+  using Partials = Channel<channel::PooledPartials>;
+  using Out = Channel<channel::Pooled>;
+  static constexpr u32 kRows = 512;
+  static constexpr u32 kK = 8192;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
+};
+struct TopK {  // muse_swa.py:59
+  using Logits = Channel<channel::Logits>;
+  using Routes = Channel<channel::Routes>;
+  using Table = TableChannel<TablePolicy>;
+  static constexpr u32 kExperts = 256;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kChunks = 16;
+  static constexpr float kMultiplier = 0.1767766952966369f;
+  static constexpr float kSumEps = 1e-15f;
+  static constexpr float kScale = 1.0f;
+  static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
+};
+struct PreExpertNorm {  // muse_swa.py:57
+  using In = Channel<channel::Pooled>;
+  using Out = Channel<channel::ExpertIn>;
+  static constexpr u32 kWidth = 4096;
+  static constexpr float kEps = 1e-05f;
+  static constexpr u32 kScratch = 131664;
+  using Group = barrier::GroupPreExpertNorm;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
+};
+struct GateUp {  // muse_swa.py:54
+  using In = Channel<channel::ExpertIn>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::ExpertMid>;
+  static constexpr u32 kRows = 1024;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kColumns = 4096;
+  static constexpr u32 kStageRows = 16;
+  static constexpr u32 kStageK = 4096;
+  static constexpr u32 kFormat = 2;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kSwiglu = 1;
+  static constexpr u32 kPerSlot = 0;
+  static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
+  static constexpr u32 kOutbox = 131728;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
+  static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
+};
+struct Down {  // muse_swa.py:54
+  using In = Channel<channel::ExpertMid>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::ExpertOut>;
+  static constexpr u32 kRows = 512;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kColumns = 4096;
+  static constexpr u32 kStageRows = 16;
+  static constexpr u32 kStageK = 4096;
+  static constexpr u32 kFormat = 2;
+  static constexpr u32 kTopK = 8;
+  static constexpr u32 kSwiglu = 0;
+  static constexpr u32 kPerSlot = 1;
+  static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
+  static constexpr u32 kOutbox = 131984;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
+  static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
+};
+struct Combine {  // muse_swa.py:57
+  using In = Channel<channel::ExpertOut>;
+  using Routes = Channel<channel::Routes>;
+  using Table = TableChannel<TablePolicy>;
+  using Out = Channel<channel::Combined>;
+  static constexpr u32 kWidth = 4096;
+  static constexpr u32 kTopK = 8;
+  static constexpr float kEps = 1e-08f;
+  static constexpr u32 kParts = 1;
+  static constexpr u32 kScratch = 132240;
+  using Group = barrier::GroupCombine;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
+};
+struct Unpooler {  // muse_swa.py:54
+  using In = Channel<channel::Combined>;
+  using Partials = Channel<channel::UnpooledPartials>;
+  using Out = Channel<channel::Unpooled>;
+  static constexpr u32 kRows = 1024;
+  static constexpr u32 kK = 4096;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
+};
+struct Residual {  // muse_swa.py:57
+  using Out = Output<tensor::StreamOut>;
+  using In = Channel<channel::Unpooled>;
+  using Stream = Channel<channel::Middle>;
+  using Normed = Channel<channel::NextNormed>;
+  static constexpr u32 kWidth = 8192;
+  static constexpr float kEps = 1e-08f;
+  static constexpr u32 kParts = 1;
+  static constexpr float kNextEps = 1e-05f;
+  static constexpr u32 kScratch = 132752;
+  using Group = barrier::GroupResidual;
+  static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
+  static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
+  static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.next_gain; }
+};
+struct NextQkvg {  // muse_swa.py:54
+  using In = Channel<channel::NextNormed>;
+  using Partials = Channel<channel::NextPartials>;
+  static constexpr u32 kRows = 2304;
+  static constexpr u32 kK = 8192;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kFormat = 0;
+  static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
+  static __device__ __forceinline__ const u8* weight(const Params& p) { return p.next_qkvg_weight; }
+};
+struct NextHeads {  // muse_swa.py:58
+  using Rotary = Input<tensor::Rotary>;
+  using Q = Output<tensor::NextQ>;
+  using Gate = Output<tensor::NextGate>;
+  using Keys = Output<tensor::NextKCache>;
+  using Values = Output<tensor::NextVCache>;
+  using Partials = Channel<channel::NextPartials>;
+  static constexpr u32 kHeads = 16;
+  static constexpr u32 kKvHeads = 2;
+  static constexpr u32 kChunks = 8;
+  static constexpr u32 kRing = 2176;
+  static constexpr float kEps = 1e-05f;
+  static constexpr float kScale = 5.4730064863875f;
+  static constexpr u32 kRotate = 1;
+};
+}  // namespace policy
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_constant__ Params p) {
+  Ctx ctx(p);
+  ctx.begin();
+  if (ctx.warp < 4) {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp == 0) {  // warp 0
+      ctx.step = 0;
+      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ctx.step = 1;
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ctx.step = 2;
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ctx.attach();
+      ctx.step = 4;
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ctx.step = 5;
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ctx.step = 6;
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ctx.step = 7;
+      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 384, 3>(ctx);  // muse_swa.py:54
+      ctx.step = 8;
+      Event<barrier::PointResidual>::wait(ctx);  // muse_swa.py:74
+      ctx.step = 9;
+      ops::DenseGemm<policy::NextQkvg>::load_weights<384, 1024, 3>(ctx);  // muse_swa.py:54
+      ctx.drain();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.attach();
+      ctx.step = 12;
+      ops::TopK<policy::TopK>::select(ctx);  // muse_swa.py:59
+      ctx.step = 13;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_swa.py:59
+      Channel<channel::Attended>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::Projected>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::Normed>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::Logits>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::Routes>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::Pooled>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::ExpertIn>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::ExpertMid>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::ExpertOut>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::Combined>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::Unpooled>::reset(ctx);  // muse_swa.py:60
+      Channel<channel::NextNormed>::reset(ctx);  // muse_swa.py:60
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.attach();
+      ctx.step = 16;
+      ops::DenseGemm<policy::OProj>::reduce(ctx);  // muse_swa.py:54
+      ctx.step = 17;
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_swa.py:54
+      ctx.step = 18;
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_swa.py:54
+      ctx.step = 19;
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_swa.py:54
+      ctx.step = 20;
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_swa.py:54
+      ctx.step = 21;
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_swa.py:54
+      ctx.step = 22;
+      ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // muse_swa.py:54
+    }
+    else if (ctx.warp == 3) {  // warp 3
+      ctx.attach();
+      ctx.step = 24;
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_swa.py:55
+      ctx.step = 25;
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_swa.py:55
+      ctx.step = 26;
+      ops::DenseGemm<policy::NextQkvg>::prefetch_l2<384, 1024>(ctx);  // muse_swa.py:74
+    }
+  }
+  else {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.attach();
+      ctx.step = 28;
+      ops::Attention<policy::Attention>::attend<4>(ctx);  // muse_swa.py:56
+      ctx.step = 29;
+      ops::Attention<policy::Attention>::merge<4>(ctx);  // muse_swa.py:56
+      ctx.step = 30;
+      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // muse_swa.py:54
+      ctx.step = 31;
+      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // muse_swa.py:57
+      ctx.step = 32;
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_swa.py:54
+      ctx.step = 33;
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_swa.py:54
+      ctx.step = 34;
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_swa.py:57
+      ctx.step = 35;
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_swa.py:54
+      ctx.step = 36;
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_swa.py:54
+      ctx.step = 37;
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_swa.py:57
+      ctx.step = 38;
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_swa.py:54
+      ctx.step = 39;
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_swa.py:57
+      ctx.step = 40;
+      Event<barrier::PointResidual>::arrive(ctx);  // muse_swa.py:74
+      ctx.step = 41;
+      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // muse_swa.py:54
+      ctx.step = 42;
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // muse_swa.py:58
+      ctx.trigger();  // muse_swa.py:106
+    }
+  }
+  ctx.end(true);
+}

@@ -1,0 +1,100 @@
+"""Attention of a launch's tokens over a sliding window of cached keys, normed and gated: what o_proj multiplies.
+
+The caches are rings of chunks of 64 numbers. Work unit: a query head and a chunk, all tokens at once. The attend role
+gives each token's softmax over the chunk unnormalised; the merge role adds the chunks, even slots and odd slots in
+ascending order, the odd sum to the even one. A token's chunks and their slots follow from absolute numbers alone, so
+its bits do not depend on the launch that it comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK = 64  # positions that a cache keeps together: V is transposed within them
+STATISTICS = 4  # fp32 words beside a partial row: the largest score, the sum of weights, two for a whole vector
+
+
+class Attention(Op):
+    """``heads`` and ``kv_heads`` are rank-local; a token sees ``window`` positions, its own included.
+
+    Inputs: ``q`` and ``gate`` bf16 [tokens, heads * head_dim], ``keys`` bf16 [kv_heads, chunks * 64, head_dim],
+    ``values`` bf16 [kv_heads, chunks, head_dim, 64]. Outputs: ``partials`` fp32 [chunks, heads, tokens, head_dim + 4],
+    ``out`` bf16 [tokens, heads * head_dim].
+    """
+
+    kind: ClassVar[str] = "attention"
+    header: ClassVar[str] = "ops/attention.cuh"
+    struct: ClassVar[str] = "Attention"
+
+    heads: int
+    kv_heads: int
+    head_dim: int = 64
+    chunks: int
+    window: int
+    scale: float
+    eps: float
+
+    def roles(self) -> tuple[RoleSpec, ...]:
+        return (
+            RoleSpec(name="attend", warps=(8,), align=4, reads=("q", "keys", "values"), writes=("partials",)),
+            RoleSpec(name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",), hands_back=True),
+        )
+
+    def constants(self) -> dict[str, int | float]:
+        return {
+            "kHeads": self.heads,
+            "kKvHeads": self.kv_heads,
+            "kChunks": self.chunks,
+            "kWindow": self.window,
+            "kScale": self.scale,
+            "kEps": self.eps,
+        }
+
+    def publishes(self, role: str) -> tuple[int, Per]:
+        return (self.chunks * self.heads, "launch") if role == "attend" else (self.heads, "token")
+
+    def cost(self, routing: Routing) -> Cost:
+        """The window is full; what tokens share is read once."""
+        t, d = routing.tokens, self.head_dim
+        keys = self.window + t - 1
+        partials = -(-keys // CHUNK) * self.heads * t * (d + STATISTICS) * 4
+        return Cost(
+            weight_bytes=0,
+            activation_bytes=2 * keys * self.kv_heads * d * 2 + 3 * t * self.heads * d * 2 + 2 * partials,
+            operations=4 * t * keys * self.heads * d,
+        )
+
+    def reference(self, env: Mapping[str, Any], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Gives ``out``. Caches are whole; what no token sees in them may be anything.
+
+        ``env["context"]``: tokens in the caches before the launch's; ``env["positions"]`` int64 [t];
+        ``env["ancestors"]`` bool [t, t]: whether row i's token sees column j's.
+        """
+        import torch
+
+        from megagen.ops.reference import plain_norm
+
+        d = self.head_dim
+        q = env[self.inputs["q"]].to(dtype).unflatten(1, (-1, d)).transpose(0, 1)  # [heads, t, d]
+        t, context, device = q.shape[1], int(env["context"]), q.device
+        first = max(0, context + 1 - self.window)
+        number = torch.arange(first, context + t, device=device)
+        slot, place = number // CHUNK % self.chunks, number % CHUNK
+        groups = self.heads // self.kv_heads
+        keys = env[self.inputs["keys"]].unflatten(1, (self.chunks, CHUNK))[:, slot, place]  # [kv_heads, n, d]
+        values = env[self.inputs["values"]].transpose(2, 3)[:, slot, place]
+        keys, values = (x.to(dtype).repeat_interleave(groups, dim=0) for x in (keys, values))
+        seen = number + self.window > env["positions"].to(device)[:, None]
+        seen[:, context - first :] = env["ancestors"].to(device)
+
+        scores = (q @ keys.transpose(1, 2)) * self.scale
+        scores = scores.masked_fill(~seen, -torch.inf)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(dtype)
+        y = plain_norm((weights @ values).transpose(0, 1), self.eps).flatten(1)
+        return {self.outputs["out"]: y * torch.sigmoid(env[self.inputs["gate"]].to(dtype))}

@@ -1,0 +1,145 @@
+// A projection's partial sums to queries, gates and new rows of the caches. See megagen/ops/qkv_heads.py.
+#pragma once
+
+#include <megagen/kernel.cuh>
+#include <megagen/mem/row.cuh>
+
+namespace megagen::ops {
+
+template <class Op>
+concept QkvHeadsPolicy = requires {
+    Op::kHeads;
+    Op::kKvHeads;
+    Op::kChunks;
+    Op::kRing;
+    Op::kEps;
+    Op::kScale;
+    Op::kRotate;
+    typename Op::Partials;
+    typename Op::Q;
+    typename Op::Gate;
+    typename Op::Keys;
+    typename Op::Values;
+};
+
+// Besides: Rotary, where kRotate is not 0.
+template <QkvHeadsPolicy Op>
+struct QkvHeads {
+    static constexpr u32 kWarps = 8;
+    static constexpr u32 kDim = 64;      // of a head
+    static constexpr u32 kKeyChunk = 64; // numbers that the caches keep together
+    static constexpr u32 kAll = 2 * Op::kHeads + 2 * Op::kKvHeads;
+    static constexpr u32 kRowBlocks = kAll * kDim / kRowBlock;
+    static constexpr u32 kRingChunks = Op::kRing / kKeyChunk;
+    static_assert(Op::kRing % kKeyChunk == 0, "a ring of whole chunks");
+    static_assert(!Op::Partials::kClustered, "partial sums are read by other blocks");
+
+    // Heads as the projection's rows have them.
+    static constexpr u32 kFirstKey = Op::kHeads;
+    static constexpr u32 kFirstValue = kFirstKey + Op::kKvHeads;
+    static constexpr u32 kFirstGate = kFirstValue + Op::kKvHeads;
+
+    // Partial sums on their way at once, as registers allow: at most eight.
+    static __device__ __forceinline__ constexpr u32 batch() {
+        u32 n = Op::kChunks < 8 ? Op::kChunks : 8;
+        while (Op::kChunks % n != 0) --n;
+        return n;
+    }
+
+    // Half a warp has a token of a head, a lane four consecutive dims.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void write(Ctx& ctx) {
+        const u32 pairs = (ctx.tokens + 1) / 2;
+        const Range mine = share_of(kAll * pairs, ctx.block, Ctx::Kernel::kBlocks);
+        if (mine.first == mine.last || !Op::Partials::wait(ctx)) return;
+        const u32 dim = ctx.lane % 16 * 4;
+#pragma unroll 1
+        for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
+            const u32 head = unit / pairs, token = unit % pairs * 2 + ctx.lane / 16;
+            const bool valid = token < ctx.tokens;
+            float x[4] = {};
+            if (!sum(ctx, head, token, dim, valid, x)) return;
+            if (head < kFirstValue) {
+                norm(x, head < kFirstKey ? Op::kScale : 1.0f);
+                if constexpr (Op::kRotate != 0) {
+                    if (!rotate(ctx, token, dim, valid, x)) return;
+                }
+            }
+            if (valid) put(ctx, head, token, dim, uint2{ptx::cvt_bf16x2(x[0], x[1]), ptx::cvt_bf16x2(x[2], x[3])});
+        }
+    }
+
+    // Chunks of K in ascending order.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool sum(Ctx& ctx, u32 head, u32 token, u32 dim, bool valid, float (&x)[4]) {
+        constexpr u32 kBatch = batch();
+        const u32 row_block = head * (kDim / kRowBlock) + dim / kRowBlock;
+#pragma unroll 1
+        for (u32 c = 0; c < Op::kChunks; c += kBatch) {
+            uint4 v[kBatch];
+            const auto index = [&](u32 i) {
+                return (((c + i) * kRowBlocks + row_block) * Ctx::Kernel::kTokens + token) * kRowBlock +
+                       dim % kRowBlock;
+            };
+            if (!Op::Partials::read(ctx, v, valid, index)) return false;
+            Op::Partials::template release<kBatch>(ctx, valid, index);
+#pragma unroll
+            for (u32 i = 0; i < kBatch; ++i) {
+                float more[4];
+                unpack<4>(v[i], more);
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) x[e] += more[e];
+            }
+        }
+        return true;
+    }
+
+    MEGAGEN_DEVICE void norm(float (&x)[4], float scale) {
+        float square = 0;
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) square = fmaf(x[e], x[e], square);
+#pragma unroll
+        for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);
+        const float r = rsqrtf(fmaf(square, 1.0f / kDim, Op::kEps)) * scale;
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) x[e] *= r;
+    }
+
+    // Dims d and d + 32 turn together; the table has the cosines of a position's 32 pairs, then their sines.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool rotate(Ctx& ctx, u32 token, u32 dim, bool valid, float (&x)[4]) {
+        const u32 position = valid ? ctx.position(token) : 0;
+        uint4 v[2];
+        if (!Op::Rotary::read(ctx, v, valid, [&](u32 i) { return position * kDim + i * 32 + dim % 32; })) return false;
+        float cosine[4], sine[4];
+        unpack<4>(v[0], cosine);
+        unpack<4>(v[1], sine);
+#pragma unroll
+        for (u32 e = 0; e < 4; ++e) {
+            const float partner = __shfl_xor_sync(kFullMask, x[e], 8);
+            x[e] = fmaf(partner, dim < 32 ? -sine[e] : sine[e], x[e] * cosine[e]);
+        }
+        return true;
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE void put(const Ctx& ctx, u32 head, u32 token, u32 dim, uint2 v) {
+        const u32 number = ctx.context + token;
+        if (head < kFirstKey) {
+            Op::Q::send(ctx, token, head * kDim + dim, v);
+        } else if (head < kFirstValue) {
+            Op::Keys::send(ctx, (head - kFirstKey) * Op::kRing + number % Op::kRing, dim, v);
+        } else if (head < kFirstGate) {
+            const u32 chunk = (head - kFirstValue) * kRingChunks + number / kKeyChunk % kRingChunks;
+            const u32 row = chunk * kDim + dim, place = number % kKeyChunk;
+            Op::Values::send_half(ctx, row, place, v.x & 0xffffu);
+            Op::Values::send_half(ctx, row + 1, place, v.x >> 16);
+            Op::Values::send_half(ctx, row + 2, place, v.y & 0xffffu);
+            Op::Values::send_half(ctx, row + 3, place, v.y >> 16);
+        } else {
+            Op::Gate::send(ctx, token, (head - kFirstGate) * kDim + dim, v);
+        }
+    }
+};
+
+} // namespace megagen::ops

@@ -461,30 +461,44 @@ def test_rows_are_the_stream_of_otherwise_random_inputs(world: Any) -> None:
 # -- layers in a row -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stack_is_its_layers_one_by_one(emulated_kernels: Any, ranks: int) -> None:
+@pytest.mark.parametrize("schedule", ["muse_moe.py", "muse_swa.py"])
+def test_a_stack_is_its_layers_one_by_one(emulated_kernels: Any, schedule: str) -> None:
     """Three launches on two layers' weights, queued at once: the bits of three that wait for each other."""
     from megagen.bench.emulation import Weights
     from megagen.cli.pipeline import Request
-    from megagen.runtime.stack import Stack
+    from megagen.runtime.stack import Stack, handed_on
 
-    emulation = emulated_kernels.emulation(Request(Path("muse_moe.py"), tp=ranks, tiny=True), ranks, None)
-    graph = emulation.graph
+    ranks, step = 2, Step.random_tree(5, 150, 2) if schedule == "muse_swa.py" else Step.chain(5)
+    emulation = emulated_kernels.emulation(Request(Path(schedule), tp=ranks, tiny=True), ranks, None)
+    graph, pairs = emulation.graph, handed_on(emulation.plan)
     sets = [Weights.random(graph, ranks, seed).packed for seed in range(2)]
-    inputs = Inputs.random(graph, ranks, 5, 0, CPU)
-    rows = inputs.stream
+    inputs = Inputs.random(graph, ranks, 5, 0, CPU, step)
+    now = inputs.ranks
     for index in range(3):
         with emulation.world() as world:
             verifier = Verifier(world, graph, sets[index % 2], {})
-            rows = verifier.launch(rows)["stream_out"]
+            verifier.launch(Inputs(step, now[0]["stream"], now, inputs.env))
+            made = [verifier.values(5, rank) for rank in world.ranks]
+        now = tuple(
+            {name: made[r][pairs[name]] if name in pairs else x for name, x in values.items()}
+            for r, values in enumerate(inputs.ranks)
+        )
+        for values, first in zip(now, inputs.ranks, strict=True):
+            for name in pairs.keys() & {"k_cache", "v_cache"}:
+                rows, values[name] = values[name], first[name].clone()  # type: ignore[index]
+                put(values[name], step.numbers, rows.view(5, -1, DIM))
     with emulation.world(seed=1, race=True, layers=8) as world:
         stack = Stack(world, sets, inputs.ranks, layers=3)
         for rank in world.ranks:
-            rank.set_step(inputs.step)
-        for restore in (False, True):
-            stack.launch(restore=restore)
+            rank.set_step(step)
+        for _ in range(2):
+            stack.launch()
             world.synchronize()
-            for out in stack.outputs:
-                assert same_bits(out["stream_out"][:5], rows)
+            for out, want in zip(stack.outputs, now, strict=True):
+                for name, made_name in pairs.items():
+                    x = out[made_name]
+                    cache = name.endswith("_cache")
+                    got, right = (get(y, step.numbers) for y in (x, want[name])) if cache else (x[:5], want[name])
+                    assert same_bits(got, right), name
         with pytest.raises(DeviceError, match="only launches of a session"):
             stack.capture()

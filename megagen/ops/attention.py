@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 CHUNK = 64  # positions that a cache keeps together: V is transposed within them
-STATISTICS = 4  # fp32 words beside a partial row: the largest score, the sum of weights, two for a whole vector
 
 
 class Attention(Op):
@@ -42,9 +41,14 @@ class Attention(Op):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
-            RoleSpec(name="attend", warps=(8,), align=4, reads=("q", "keys", "values"), writes=("partials",)),
-            RoleSpec(name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",), hands_back=True),
-        )
+            RoleSpec(
+                name="attend", warps=(8,), align=4, reads=("q", "keys", "values"), writes=("partials",), registers=136
+            ),
+            RoleSpec(
+                name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",), hands_back=True,
+                registers=104 if self.chunks <= 34 else 160,
+            ),
+        )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:
         return {
@@ -63,10 +67,9 @@ class Attention(Op):
         """The window is full; what tokens share is read once."""
         t, d = routing.tokens, self.head_dim
         keys = self.window + t - 1
-        partials = -(-keys // CHUNK) * self.heads * t * (d + STATISTICS) * 4
         return Cost(
             weight_bytes=0,
-            activation_bytes=2 * keys * self.kv_heads * d * 2 + 3 * t * self.heads * d * 2 + 2 * partials,
+            activation_bytes=2 * keys * self.kv_heads * d * 2 + 3 * t * self.heads * d * 2,
             operations=4 * t * keys * self.heads * d,
         )
 

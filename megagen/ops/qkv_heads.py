@@ -42,9 +42,10 @@ class QkvHeads(Op):
         reads = ("partials", "rotary") if self.rotate else ("partials",)
         return (
             RoleSpec(
-                name="write", warps=(8,), align=4, reads=reads, writes=("q", "gate", "keys", "values"), hands_back=True
+                name="write", warps=(8,), align=4, reads=reads, writes=("q", "gate", "keys", "values"),
+                hands_back=True, registers=80,
             ),
-        )
+        )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:
         return {

@@ -8,6 +8,7 @@ using u8 = unsigned char;
 using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
+using i64 = long long;
 
 #define MEGAGEN_DEVICE static __device__ __forceinline__
 

@@ -209,6 +209,13 @@ struct Channel {
         return ptx::ld_relaxed_gpu_v4(address);
     }
 
+    // Vector i of a read. Where vectors are a known distance apart, one address and constant offsets are all it takes.
+    template <class Index>
+    MEGAGEN_DEVICE u8* place(u8* base, u32 i, Index index) {
+        return base + static_cast<u64>(index(0)) * D::kElementBytes +
+               static_cast<i64>(static_cast<int>(index(i) - index(0))) * D::kElementBytes;
+    }
+
     MEGAGEN_DEVICE bool has_empty(uint4 v) {
         return v.x == D::kEmpty || v.y == D::kEmpty || v.z == D::kEmpty || v.w == D::kEmpty;
     }
@@ -226,12 +233,12 @@ struct Channel {
             }
             return true;
         } else {
-            const u8* base = copy(ctx, ctx.heap());
+            u8* base = copy(ctx, ctx.heap());
             if constexpr (!kLamport) {
                 if (ctx.dead) return false;
                 if (valid) {
 #pragma unroll
-                    for (u32 i = 0; i < kN; ++i) v[i] = load(base + index(i) * D::kElementBytes);
+                    for (u32 i = 0; i < kN; ++i) v[i] = load(place(base, i, index));
                 }
                 return true;
             }
@@ -244,7 +251,7 @@ struct Channel {
                 if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
                 probing = done = true;
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) v[i] = load(base + index(i) * D::kElementBytes);
+                for (u32 i = 0; i < kN; ++i) v[i] = load(place(base, i, index));
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i) {
                     if (has_empty(v[i])) {
@@ -270,8 +277,7 @@ struct Channel {
                 u8* base = copy(ctx, ctx.heap());
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i)
-                    ptx::st_relaxed_gpu(base + index(i) * D::kElementBytes,
-                                        uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
+                    ptx::st_relaxed_gpu(place(base, i, index), uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
             }
         }
     }
@@ -306,10 +312,12 @@ struct Input {
 
     template <u32 kN, class Ctx, class Index>
     MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
-        const u8* base = D::pointer(ctx.p);
+        const u8* base = D::pointer(ctx.p) + static_cast<u64>(index(0)) * D::kElementBytes;
 #pragma unroll
-        for (u32 i = 0; i < kN; ++i)
-            v[i] = valid ? ptx::ld_global_v4(base + index(i) * D::kElementBytes) : uint4{0, 0, 0, 0};
+        for (u32 i = 0; i < kN; ++i) {
+            const i64 offset = static_cast<i64>(static_cast<int>(index(i) - index(0))) * D::kElementBytes;
+            v[i] = valid ? ptx::ld_global_v4(base + offset) : uint4{0, 0, 0, 0};
+        }
         return !ctx.dead;
     }
 

@@ -18,6 +18,8 @@ struct RowSlice {
     static constexpr u32 kVectors = kSlice / (32 * kPer);
     static_assert(kSlice % (32 * kPer) == 0, "a row is eight slices of whole warps");
 
+    static constexpr u32 kStep = 32 * kPer; // from one of a lane's vectors to the next
+
     MEGAGEN_DEVICE u32 element(u32 slice, u32 lane, u32 i) { return slice * kSlice + (i * 32 + lane) * kPer; }
 };
 

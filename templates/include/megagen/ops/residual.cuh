@@ -34,131 +34,102 @@ struct Residual {
         const u32 slice = ctx.warp - kFirstWarp;
         const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
         if (mine.first == mine.last) return;
+        // Constant distances from one address: many addresses would stay in registers.
+        const u32 first = Slice::element(slice, ctx.lane, 0);
+        const u8* gates = Op::gate(ctx.p) + first * 4;
         float gain[kScaled ? kN : 1][8];
         if constexpr (kScaled) {
 #pragma unroll
-            for (u32 i = 0; i < kN; ++i) load_gain(Op::gain(ctx.p), Slice::element(slice, ctx.lane, i), gain[i]);
+            for (u32 i = 0; i < kN; ++i) load_gain(Op::gain(ctx.p) + first * 4, i * Slice::kStep, gain[i]);
         }
         if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
             const u32 round = (token - mine.first) * kRounds;
-            const auto element = [&](u32 i) { return token * Op::kWidth + Slice::element(slice, ctx.lane, i); };
+            const auto element = [&](u32 i) { return token * Op::kWidth + first + i * Slice::kStep; };
             const auto half = [&](u32 i) { return element(i / 2) + i % 2 * 4; };
             uint4 s[2 * kN];
-            if (!Op::Stream::read(ctx, s, true, half)) return;
+            float n[kN][8];
+            // The stream has been there for long; where contributions take many registers, it comes after them.
+            if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half)) return;
+            if (!branch(ctx, element, n)) return;
+            if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half)) return;
             Op::Stream::template release<2 * kN>(ctx, true, half);
-            Branch y;
-            if (!y.read(ctx, element)) return;
             float square[1] = {0};
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) {
-                float x[8];
-                y.get(i, x);
 #pragma unroll
                 for (u32 e = 0; e < 8; ++e) {
-                    if constexpr (kScaled) x[e] *= gain[i][e];
-                    square[0] = fmaf(x[e], x[e], square[0]);
+                    if constexpr (kScaled) n[i][e] *= gain[i][e];
+                    square[0] = fmaf(n[i][e], n[i][e], square[0]);
                 }
             }
             if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round, square)) return;
             const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
-            y.keep();
             square[0] = 0;
 #pragma unroll
-            for (u32 i = 0; i < kN; ++i) {
-                float x[8];
-                y.get(i, x);
+            for (u32 i = 0; i < 2 * kN; ++i) {
+                const u32 at = i / 2 * Slice::kStep + i % 2 * 4;
+                s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, ptx::ld_constant_f4(gates + at * 4),
+                           ptx::ld_constant_f4(gates + (Op::kWidth + at) * 4));
+                Op::Out::send(ctx, token, first + at, s[i]);
+                if constexpr (kNorms) {
+                    float x[4];
+                    unpack<4>(s[i], x);
 #pragma unroll
-                for (u32 h = 0; h < 2; ++h) {
-                    const u32 at = Slice::element(slice, ctx.lane, i) + 4 * h;
-                    const float4 alpha = ptx::ld_constant_f4(Op::gate(ctx.p) + at * 4);
-                    const float4 beta = ptx::ld_constant_f4(Op::gate(ctx.p) + (Op::kWidth + at) * 4);
-                    const float a[4] = {alpha.x, alpha.y, alpha.z, alpha.w}, b[4] = {beta.x, beta.y, beta.z, beta.w};
-                    float old[4];
-                    unpack<4>(s[2 * i + h], old);
-                    u32 mixed[4];
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) {
-                        float n = x[4 * h + e];
-                        if constexpr (kScaled) n *= gain[i][4 * h + e];
-                        const float m = fmaf(a[e], old[e], b[e] * (n * r));
-                        square[0] = fmaf(m, m, square[0]);
-                        mixed[e] = __float_as_uint(m);
-                    }
-                    s[2 * i + h] = {mixed[0], mixed[1], mixed[2], mixed[3]};
-                    Op::Out::send(ctx, token, at, s[2 * i + h]);
+                    for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
                 }
             }
             Op::Out::publish(ctx);
             if constexpr (kNorms) {
                 if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + 1, square)) return;
-                norm(ctx, token, slice, s, rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kNextEps));
+                norm(ctx, token, first, s, rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kNextEps));
             }
         }
     }
 
-    // What the branch made, this lane's part of a token's row: bf16 as it came, or the fp32 sum of the ranks'
-    // contributions in rank order.
-    struct Branch {
-        uint4 packed[Op::kParts == 1 ? kN : 1];
-        float sum[Op::kParts == 1 ? 1 : kN][8];
-
-        template <class Ctx, class Element>
-        __device__ __forceinline__ bool read(Ctx& ctx, Element element) {
-            if constexpr (Op::kParts == 1) {
-                return Op::In::read(ctx, packed, true, element);
-            } else {
-                constexpr u32 kBatch = kN % 2 == 0 && Op::kParts <= 8 ? 2 : 1; // loads on their way, as registers allow
-                constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
+    // This lane's part of what the branch made for a token, contributions of ranks added in rank order.
+    template <class Ctx, class Element>
+    MEGAGEN_DEVICE bool branch(Ctx& ctx, Element element, float (&n)[kN][8]) {
+        if constexpr (Op::kParts == 1) {
+            uint4 v[kN];
+            if (!Op::In::read(ctx, v, true, element)) return false;
 #pragma unroll
-                for (u32 i = 0; i < kN; i += kBatch) {
-                    uint4 v[kBatch * Op::kParts];
-                    if (!Op::In::read(ctx, v, true, [&](u32 j) {
-                            return j % Op::kParts * kPartStride + element(i + j / Op::kParts);
-                        }))
-                        return false;
+            for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
+        } else {
+            constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
 #pragma unroll
-                    for (u32 j = 0; j < kBatch; ++j) {
-                        unpack<8>(v[j * Op::kParts], sum[i + j]);
+            for (u32 i = 0; i < kN; ++i) {
+                uint4 v[Op::kParts];
+                if (!Op::In::read(ctx, v, true, [&](u32 part) { return element(i) + part * kPartStride; }))
+                    return false;
+                unpack<8>(v[0], n[i]);
 #pragma unroll
-                        for (u32 part = 1; part < Op::kParts; ++part) {
-                            float more[8];
-                            unpack<8>(v[j * Op::kParts + part], more);
+                for (u32 part = 1; part < Op::kParts; ++part) {
+                    float more[8];
+                    unpack<8>(v[part], more);
 #pragma unroll
-                            for (u32 e = 0; e < 8; ++e) sum[i + j][e] += more[e];
-                        }
-                    }
+                    for (u32 e = 0; e < 8; ++e) n[i][e] += more[e];
                 }
-                return true;
             }
         }
+        return true;
+    }
 
-        // Unpacked again after the sum over the row rather than kept in twice the registers.
-        __device__ __forceinline__ void keep() {
-            if constexpr (Op::kParts == 1) {
-#pragma unroll
-                for (u32 i = 0; i < kN; ++i) ptx::keep_packed(packed[i]);
-            }
-        }
-
-        __device__ __forceinline__ void get(u32 i, float (&x)[8]) const {
-            if constexpr (Op::kParts == 1) {
-                unpack<8>(packed[i], x);
-            } else {
-#pragma unroll
-                for (u32 e = 0; e < 8; ++e) x[e] = sum[i][e];
-            }
-        }
-    };
+    MEGAGEN_DEVICE uint4 mix(uint4 old, const float* n, float r, float4 alpha, float4 beta) {
+        const auto one = [&](u32 was, u32 e, float a, float b) {
+            return __float_as_uint(fmaf(a, __uint_as_float(was), b * (n[e] * r)));
+        };
+        return {one(old.x, 0, alpha.x, beta.x), one(old.y, 1, alpha.y, beta.y), one(old.z, 2, alpha.z, beta.z),
+                one(old.w, 3, alpha.w, beta.w)};
+    }
 
     template <class Ctx>
-    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 slice, const uint4 (&s)[2 * kN], float r) {
+    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], float r) {
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
-            const u32 at = Slice::element(slice, ctx.lane, i);
             float gain[8], low[4], high[4];
-            load_gain(Op::next_gain(ctx.p), at, gain);
+            load_gain(Op::next_gain(ctx.p) + first * 4, i * Slice::kStep, gain);
             unpack<4>(s[2 * i], low);
             unpack<4>(s[2 * i + 1], high);
             u32 word[4];
@@ -167,7 +138,7 @@ struct Residual {
                 word[e] = ptx::cvt_bf16x2(low[2 * e] * r * gain[2 * e], low[2 * e + 1] * r * gain[2 * e + 1]);
                 word[2 + e] = ptx::cvt_bf16x2(high[2 * e] * r * gain[4 + 2 * e], high[2 * e + 1] * r * gain[5 + 2 * e]);
             }
-            Op::Normed::send(ctx, token, at, uint4{word[0], word[1], word[2], word[3]});
+            Op::Normed::send(ctx, token, first + i * Slice::kStep, uint4{word[0], word[1], word[2], word[3]});
         }
         Op::Normed::publish(ctx);
     }

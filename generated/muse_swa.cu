@@ -74,57 +74,54 @@ struct GroupCombine {
 struct GroupResidual {
   static constexpr u32 kOffset = 132928, kSlots = 1, kCount = 8, kIndex = 8;
 };
-struct PointResidual {
-  static constexpr u32 kOffset = 132936, kSlots = 1, kCount = 8, kIndex = 9;
-};
 }  // namespace barrier
 
 namespace channel {
-struct AttentionPartials {  // lamport, muse_swa.py:85
+struct AttentionPartials {  // lamport, muse_swa.py:88
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 2367488, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 544, kIndex = 10;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 544, kIndex = 9;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Attended {  // lamport, muse_swa.py:86
+struct Attended {  // lamport, muse_swa.py:89
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2469888, kBytes = 32768, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 0, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 11;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 10;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Projected {  // lamport, muse_swa.py:92
+struct Projected {  // lamport, muse_swa.py:95
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2535424, kBytes = 2097152, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 131072, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 12;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Middle {  // lamport, muse_swa.py:93
+struct Middle {  // lamport, muse_swa.py:96
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8826880, kBytes = 524288, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 12;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Normed {  // lamport, muse_swa.py:94
+struct Normed {  // lamport, muse_swa.py:97
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9351168, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 14;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, muse_swa.py:95
+struct Logits {  // lamport, muse_swa.py:98
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9875456, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -132,87 +129,87 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10399744, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, muse_swa.py:96
+struct PooledPartials {  // lamport, muse_swa.py:99
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10401792, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 18;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, muse_swa.py:97
+struct Pooled {  // lamport, muse_swa.py:100
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10663936, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, muse_swa.py:98
+struct ExpertIn {  // lamport, muse_swa.py:101
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11057152, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, muse_swa.py:99
+struct ExpertMid {  // lamport, muse_swa.py:102
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11319296, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, muse_swa.py:100
+struct ExpertOut {  // lamport, muse_swa.py:103
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 14465024, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Combined {  // lamport, muse_swa.py:101
+struct Combined {  // lamport, muse_swa.py:104
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17610752, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 23;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, muse_swa.py:102
+struct UnpooledPartials {  // lamport, muse_swa.py:105
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17872896, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 24;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, muse_swa.py:103
+struct Unpooled {  // lamport, muse_swa.py:106
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 18135040, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextNormed {  // lamport, muse_swa.py:104
+struct NextNormed {  // lamport, muse_swa.py:107
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 18921472, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 26;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextPartials {  // lamport, muse_swa.py:105
+struct NextPartials {  // lamport, muse_swa.py:108
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 19445760, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 27;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -307,7 +304,6 @@ struct KernelPolicy {
     Barrier<barrier::GroupPreExpertNorm>::init(ctx);
     Barrier<barrier::GroupCombine>::init(ctx);
     Barrier<barrier::GroupResidual>::init(ctx);
-    Barrier<barrier::PointResidual>::init(ctx);
   }
 };
 
@@ -506,31 +502,27 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
-      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:54
       ctx.step = 1;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:54
       ctx.step = 2;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:54
       ctx.attach();
       ctx.step = 4;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:54
       ctx.step = 5;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:54
       ctx.step = 6;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_swa.py:54
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:54
       ctx.step = 7;
-      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 384, 3>(ctx);  // muse_swa.py:54
-      ctx.step = 8;
-      Event<barrier::PointResidual>::wait(ctx);  // muse_swa.py:74
-      ctx.step = 9;
-      ops::DenseGemm<policy::NextQkvg>::load_weights<384, 1024, 3>(ctx);  // muse_swa.py:54
+      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:54
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.attach();
-      ctx.step = 12;
+      ctx.step = 10;
       ops::TopK<policy::TopK>::select(ctx);  // muse_swa.py:59
-      ctx.step = 13;
+      ctx.step = 11;
       ops::TopK<policy::TopK>::tables(ctx);  // muse_swa.py:59
       Channel<channel::Attended>::reset(ctx);  // muse_swa.py:60
       Channel<channel::Projected>::reset(ctx);  // muse_swa.py:60
@@ -547,66 +539,62 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.attach();
-      ctx.step = 16;
+      ctx.step = 14;
       ops::DenseGemm<policy::OProj>::reduce(ctx);  // muse_swa.py:54
-      ctx.step = 17;
+      ctx.step = 15;
       ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_swa.py:54
-      ctx.step = 18;
+      ctx.step = 16;
       ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_swa.py:54
-      ctx.step = 19;
+      ctx.step = 17;
       ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_swa.py:54
-      ctx.step = 20;
+      ctx.step = 18;
       ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_swa.py:54
-      ctx.step = 21;
+      ctx.step = 19;
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_swa.py:54
-      ctx.step = 22;
+      ctx.step = 20;
       ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // muse_swa.py:54
     }
     else if (ctx.warp == 3) {  // warp 3
       ctx.attach();
-      ctx.step = 24;
+      ctx.step = 22;
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_swa.py:55
-      ctx.step = 25;
+      ctx.step = 23;
       ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_swa.py:55
-      ctx.step = 26;
-      ops::DenseGemm<policy::NextQkvg>::prefetch_l2<384, 1024>(ctx);  // muse_swa.py:74
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
       ctx.attach();
-      ctx.step = 28;
+      ctx.step = 25;
       ops::Attention<policy::Attention>::attend<4>(ctx);  // muse_swa.py:56
-      ctx.step = 29;
+      ctx.step = 26;
       ops::Attention<policy::Attention>::merge<4>(ctx);  // muse_swa.py:56
-      ctx.step = 30;
+      ctx.step = 27;
       ops::DenseGemm<policy::OProj>::math<4>(ctx);  // muse_swa.py:54
-      ctx.step = 31;
+      ctx.step = 28;
       ops::Residual<policy::PostAttention>::compute<4>(ctx);  // muse_swa.py:57
-      ctx.step = 32;
+      ctx.step = 29;
       ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_swa.py:54
-      ctx.step = 33;
+      ctx.step = 30;
       ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_swa.py:54
-      ctx.step = 34;
+      ctx.step = 31;
       ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_swa.py:57
-      ctx.step = 35;
+      ctx.step = 32;
       ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_swa.py:54
-      ctx.step = 36;
+      ctx.step = 33;
       ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_swa.py:54
-      ctx.step = 37;
+      ctx.step = 34;
       ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_swa.py:57
-      ctx.step = 38;
+      ctx.step = 35;
       ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_swa.py:54
-      ctx.step = 39;
+      ctx.step = 36;
       ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_swa.py:57
-      ctx.step = 40;
-      Event<barrier::PointResidual>::arrive(ctx);  // muse_swa.py:74
-      ctx.step = 41;
+      ctx.step = 37;
       ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // muse_swa.py:54
-      ctx.step = 42;
+      ctx.step = 38;
       ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // muse_swa.py:58
-      ctx.trigger();  // muse_swa.py:106
+      ctx.trigger();  // muse_swa.py:109
     }
   }
   ctx.end(true);

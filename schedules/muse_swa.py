@@ -60,18 +60,21 @@ def schedule(
     s.reset(by=tables)
 
     s.hint([op.weight for op in streams], evict_first)
-    cap = s.choice("in_flight", "none", "72", "36")
+    # One stage under way at a time is enough of a stream, and hand-offs pass quicker beside it.
+    cap = s.choice("in_flight", "36", "72", "none")
     if cap != "none":
         s.in_flight(int(cap) * KiB)
 
     # While attention runs the ring fills with o_proj's weights: as many as it holds, or a quarter of them.
     if s.choice("o_proj", "ring", "quarter") == "quarter":
         s.prefetch(g.o_proj.weight, into=ring, share=1 / 4, during=g.attention)
-    # Before the layer's last norm the ring holds the first of the next projection's weights; L2 is asked for the rest.
-    share = s.choice("next_qkvg", "3/8", "1/4", "1/2", "ring")
+    # During the layer's last norm the ring holds the first of the next projection's weights. L2 may be asked for the
+    # rest; on an H200 that costs more in the norm's own hand-offs than it saves afterwards.
+    share = s.choice("next_qkvg", "ring", "3/8", "1/2")
+    point = {"residual": g.residual, "combine": g.combine}[s.choice("next_qkvg_before", "residual", "combine")]
     if share != "ring":
-        above, below = share.split("/")
-        s.prefetch(g.next_qkvg.weight, into=ring | L2, share=int(above) / int(below), by=finisher, before=g.residual)
+        above, below = map(int, share.split("/"))
+        s.prefetch(g.next_qkvg.weight, into=ring | L2, share=above / below, by=finisher, before=point)
 
     kind = s.choice("sync", "lamport", "counter", "cluster", "flag")
     others = {"counter": counter(), "cluster": cluster(), "flag": flag()}

@@ -151,6 +151,40 @@ def test_floor_scales_expert_weights_only() -> None:
     assert measure.weight_bytes(plan, 113) == 113 * 3_538_944 + 8_388_608
 
 
+def test_a_step_is_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """62 layers of 100 µs, at least 50 each, in ms."""
+    from megagen.runtime import driver
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    monkeypatch.setattr(driver, "version", lambda: "580")
+    timing = Timing("layers62", 100.0, 90.0, 110.0, 50)
+    row = measure.figure(timing, floor=50.0, unit="ms", what="step.layers62", command="", per=1e3 / 62)
+    assert (row.value, row.floor, row.ratio, row.spread) == (6.2, 3.1, 2.0, (5.58, 6.82))
+    row = measure.row(timing, plan=plan_of(("dense", 240_000_000)), what="layer", command="")
+    assert (row.value, row.unit, row.floor, row.ratio) == (100.0, "µs per layer", 50.0, 2.0)
+
+
+def test_the_hosts_time_is_that_of_the_work_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megagen.bench import timing
+
+    clock, calls = SimpleNamespace(s=0.0), list[str]()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.s)
+
+    def pass_(what: str, s: float) -> None:
+        calls.append(what)
+        clock.s += s
+
+    found = timing.host(
+        "host",
+        lambda: pass_("work", 30e-6 if len(calls) >= 4 else 1.0),
+        lambda: pass_("settle", 0.5),
+        rounds=10,
+        warmup=2,
+    )
+    assert (found.median, found.p90) == pytest.approx((30, 30))
+    assert (found.name, found.samples, calls) == ("host", 10, ["work", "settle"] * 12)
+
+
 def a_row(**more: Any) -> measure.Row:
     given_: dict[str, Any] = {
         "what": "fused", "value": 90.0, "unit": "µs per layer", "floor": 42.0, "ratio": 2.14, "spread": (89.0, 92.0),

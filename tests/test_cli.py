@@ -42,6 +42,7 @@ from megagen.ir.plan import (
     StreamPlan,
     SyncKind,
 )
+from megagen.runtime.step import Step
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ROOT / "schedules" / "muse_moe.py"
@@ -320,11 +321,29 @@ def test_a_recorded_figure_says_what_was_built(plan: Plan) -> None:
     text = device.notes(built, 30, 8, 50, bounded=True)
     assert text.startswith("g with experts=bf16, split=nk; tp 8 ")
     assert "16 tokens on 30 experts, new routing" in text
+    step = Step.tree([-1, 0, 0], 4096)
+    text = device.notes(built, 30, 8, 50, bounded=True, step=step, launches=62)
+    assert "16 tokens on 30 experts in a tree after 4096, new routing" in text
+    assert "62 layers with the weights of 8 distinct layers in a CUDA graph" in text
     none = pipeline.Built(NO_GRAPH, plan.model_copy(update={"nominal_experts": 0}), (), "", {})
     text = device.notes(none, 0, 8, 50, bounded=False)
     assert text.startswith("g; ")
     assert "expert" not in text
     assert "routing" not in text
+
+
+def test_where_a_steps_tokens_stand() -> None:
+    """By default the usual context, or as much of it as the table of rotations allows."""
+    checked = pipeline.check(pipeline.Request(ROOT / "schedules" / "muse_swa.py", tiny=True))
+    assert pipeline.step(checked, 5, None, usual=300) == Step.chain(5, 300)
+    assert pipeline.step(checked, 5, None, usual=20_000) == Step.chain(5, 16_384 - 5)
+    assert pipeline.step(checked, 5, 16_379, tree=True, seed=3) == Step.random_tree(5, 16_379, 3)
+    with pytest.raises(MegagenError, match="--context 16380 with 5 tokens"):
+        pipeline.step(checked, 5, 16_380)
+    assert [pipeline.placed(s) for s in (None, Step.chain(2, 7), Step.tree([-1, -1]))] == [
+        "", " after 7", " in a tree after 0",
+    ]  # fmt: skip
+    assert device.whole(pipeline.Built(checked.graph, checked.plan, (), "", {})) == 62
 
 
 def test_a_checkpoint_is_among_the_options(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,6 +515,8 @@ def test_a_full_disk_is_no_bug(args: tuple[str, ...]) -> None:
         ["build", "--check", "s.py"],
         ["build", "--update", "s.py"],
         ["run", "s.py", "--launch", "0"],
+        ["run", "s.py", "--context", "-1"],
+        ["bench", "s.py", "--step", "--only", "unfused"],
         ["explain"],
         ["run", "s.py", "--tp", "many"],
         ["nonsense"],

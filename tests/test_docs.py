@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import chdir
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 SCHEDULES = ROOT / "docs" / "schedules.md"
 CLI = ROOT / "docs" / "cli.md"
 SHIPPED = ROOT / "schedules" / "muse_moe.py"
+LAYER = ROOT / "schedules" / "muse_swa.py"
 EXPORTS = ", ".join(n for n in dsl.__all__)
 
 
@@ -364,12 +366,16 @@ def test_every_export_is_named() -> None:
 
 
 def test_table_of_roles_is_the_ops() -> None:
-    """The union over the shipped graph's ops of a kind."""
-    wanted: dict[tuple[str, str], list[object]] = {}
-    for op in load(SHIPPED).graph.ops:
+    """The union over the ops of a kind in the shipped graphs."""
+    wanted: dict[tuple[str, str], list[Any]] = {}
+    shipped = (load(SHIPPED), load(LAYER), load(LAYER, options={"all_reduce": "two_shot"}))
+    for op in (op for schedule in shipped for op in schedule.graph.ops):
         for r in op.roles():
             counts = [" or ".join(map(str, r.warps)), str(r.align), str(r.registers or "")]
-            wanted[op.kind, r.name] = [*counts, list(r.reads), list(r.writes)]
+            *others, reads, writes = wanted.setdefault((op.kind, r.name), [*counts, [], []])
+            assert others == counts, f"{op.name}.{r.name}"
+            reads += [port for port in r.reads if port not in reads]
+            writes += [port for port in r.writes if port not in writes]
     found: dict[tuple[str, str], list[object]] = {}
     kind = ""
     for first, role, *counts, reads, writes, _ in table(section(SCHEDULES, "## Roles of each op kind")):
@@ -383,8 +389,8 @@ def test_json_keys(desk: Path) -> None:
     rows = {quoted(row[0])[0]: set(quoted(row[1])) for row in table(text)}
     header = ["plan", "machine", "tp", "tokens", "fused", "choices"]
     assert set(header) <= set(quoted(text.partition("\n| ")[0]))
-    for command in ("check", "explain"):
-        made = json.loads(ran(command, str(SHIPPED), "--json"))
+    for command, schedule in product(("check", "explain"), (SHIPPED, LAYER)):
+        made = json.loads(ran(command, str(schedule), "--json"))
         assert list(made)[: len(header)] == header
         inner = {k for v in made.values() if isinstance(v, list) for row in v for k in row}
         assert {*made, *inner} - set(header) == rows[command] - set(header)

@@ -280,6 +280,7 @@ KERNELS = (
     Kernel("races.cu", "acquired_by_one", races(1, 2), blocks=2),
     Kernel("races.cu", "warps", races(1, 2, 3, 4, 6, 7, 8), right=(0, 11, 12, 13), threads=128),
     Kernel("races.cu", "halves", races(1), right=(0, 2), threads=64),
+    Kernel("races.cu", "global_halves", {**races(1), 2: Fault(("unwritten",))}, right=(0, 3), threads=64),
     Kernel("races.cu", "data_as_flag", {
         **races(1, 3),
         2: Fault(("race", "unwritten")),

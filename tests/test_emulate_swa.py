@@ -14,8 +14,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "unfused": {"fused": False},
     "counter": {"choices": {"sync": "counter", "early_trigger": "True"}},
     "flag": {"choices": {"sync": "flag", "o_proj": "quarter"}},
-    "cluster": {"choices": {"sync": "cluster", "cluster": "2", "next_qkvg": "ring"}},
-    "moved": {"choices": {"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "36"}},
+    "cluster": {"choices": {"sync": "cluster", "cluster": "2", "next_qkvg": "3/8"}},
+    "moved": {"choices": {"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"}},
 }
 
 

@@ -419,7 +419,7 @@ def session(plan: Plan) -> Session:
     made.experts, made.top_k = 256, 8
     made.heap = torch.frombuffer(heap.image(plan), dtype=torch.uint8)
     made._control, made._positions = torch.zeros(params.CONTROL_WORDS, dtype=torch.int32), None
-    made._uploads = Uploads([torch.zeros(params.CONTROL_WORDS, dtype=torch.int32)], Read)
+    made._uploads = Uploads([torch.zeros(params.CONTROL_WORDS, dtype=torch.int32) for _ in range(2)], Read)
     made._routes = torch.full((16, 8), -1, dtype=torch.int32)
     made.outputs = {"stream_out": aligned(torch.float32, 16, 8)}
     return made
@@ -513,13 +513,16 @@ def test_words_on_their_way_wait_for_the_buffer_only() -> None:
         events.append(Read())
         return events[-1]
 
-    buffers = [torch.zeros(3, dtype=torch.int32) for _ in range(2)]
+    buffers = [torch.zeros(3, dtype=torch.int32) for _ in range(4)]
     uploads, to = Uploads(buffers, event), torch.zeros(3, dtype=torch.int32)
-    for i in range(3):
+    calls = []
+    for i in range(7):
         uploads.send((i, -i, 10 * i), to)
         assert to.tolist() == [i, -i, 10 * i]
-    assert [b.tolist() for b in buffers] == [[2, -2, 20], [1, -1, 10]]
-    assert [e.calls for e in events] == [["synchronize", "record"] * 2, ["synchronize", "record"]]
+        calls.append([len(e.calls) for e in events])
+    assert [b[0].item() for b in buffers] == [4, 5, 6, 3]
+    assert [e.calls for e in events] == [["synchronize", "record"] * 2, ["synchronize", "record", "synchronize"]]
+    assert calls == [[1, 0], [2, 0], [2, 1], [2, 2], [3, 2], [4, 2], [4, 3]]  # before a half, and after it
 
 
 def test_route_overrides(session: Session) -> None:

@@ -276,8 +276,8 @@ class Schedule:
         """Where ``weight`` waits before its op needs it.
 
         ``into=ring``: the first ``share`` of each block's stages may enter the ring as soon as slots are free; the rest
-        waits until ``during`` is done in the block. ``into=L2``: warp ``by`` asks L2 for the first ``share`` when it
-        reaches ``during`` (or ``before``) in its program. ``ring | L2``: the ring takes ``share``, L2 the rest.
+        waits until ``during`` is done in the block. ``into=L2``: warp ``by`` asks L2 for the first ``share`` when the
+        block's warps begin with ``during`` (or ``before``). ``ring | L2``: the ring takes ``share``, L2 the rest.
         """
         loc = here()
         self._streamed(weight, loc)

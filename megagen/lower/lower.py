@@ -84,6 +84,7 @@ class _Lowering:
         self.blocks = schedule.blocks or fit
         self.roles: dict[tuple[str, str], tuple[int, ...]] = {k: w.indices() for k, (w, _) in schedule.roles.items()}
         self.points = self._points()
+        self.begins = self._begins()
         self.nominal = nominal(schedule.graph)
 
     # pieces -----------------------------------------------------------------------------------------------------
@@ -152,6 +153,11 @@ class _Lowering:
         """Ops whose end in the block something waits for."""
         return {p.at: p for p in self.s.prefetches if p.into.ring and p.share < 1 and p.at is not None}
 
+    def _begins(self) -> dict[str, Prefetch]:
+        """Ops whose beginning in the block a warp that has no part in them waits for, to ask L2 for a weight."""
+        asked = (p for p in self.s.prefetches if p.into.l2 and p.at is not None and self.fused)
+        return {p.at: p for p in asked if p.at and p.warp not in self._point_warps(p.at)}
+
     def _point_warps(self, op: str) -> list[int]:
         return sorted({w for (o, role), ws in self.roles.items() if o == op and role != "load_weights" for w in ws})
 
@@ -180,6 +186,8 @@ class _Lowering:
                 add(f"group_{op.name}", 1, len(warps or ()))
         for op_name in sorted(self.points):
             add(f"point_{op_name}", 1, len(self._point_warps(op_name)))
+        for op_name in sorted(self.begins):
+            add(f"begin_{op_name}", 1, len(self._point_warps(op_name)))
         for t in self.edges.internal():
             if self.edges.sync(t)[0].kind is SyncKind.CLUSTER:
                 add(f"done_{t.name}", 1, 1, tx=True)
@@ -319,21 +327,24 @@ class _Lowering:
         for op in ops:
             if not self.fused:
                 steps += self._tables_first(op, warp, channels)
+            if op.name in self.begins and warp in self._point_warps(op.name):
+                steps.append(self._point("signal_point", f"begin_{op.name}", self.begins[op.name].loc))
             for p in self.s.prefetches:
                 if p.into.l2 and p.at == op.name and p.warp == warp and (self.fused or p.op == op.name):
+                    if op.name in self.begins and warp not in self._point_warps(op.name):
+                        steps.append(self._point("wait_point", f"begin_{op.name}", p.loc))
                     steps.append(self._prefetch_l2(p))
             for role in op.roles():
                 warps = self.roles.get((op.name, role.name), ())
                 if warp in warps:
                     steps += self._role(op, role.name, warps, channels)
             if op.name in self.points and self.fused and warp in self._point_warps(op.name):
-                use = BarrierUse(barrier=f"point_{op.name}", action="arrive", per="launch")
-                steps.append(
-                    StepPlan(
-                        op=None, call="signal_point", barriers=(use,), index=0, source=source(self.points[op.name].loc)
-                    )
-                )
+                steps.append(self._point("signal_point", f"point_{op.name}", self.points[op.name].loc))
         return self._framed(warp, ops, steps, channels, first_kernel)
+
+    def _point(self, call: Literal["signal_point", "wait_point"], barrier: str, loc: Loc | None) -> StepPlan:
+        use = BarrierUse(barrier=barrier, action="arrive" if call == "signal_point" else "wait", per="launch")
+        return StepPlan(op=None, call=call, barriers=(use,), index=0, source=source(loc))
 
     def _last_warps(self, ops: list[Op]) -> tuple[int, ...]:
         last = ops[-1]
@@ -445,8 +456,7 @@ class _Lowering:
         for p in self.s.prefetches:
             if p.op == op.name and p.into.ring and p.share < 1 and p.at is not None and self.fused:
                 split = round(p.share * WHOLE)
-                wait = BarrierUse(barrier=f"point_{p.at}", action="wait", per="launch")
-                point = StepPlan(op=None, call="wait_point", barriers=(wait,), index=0, source=source(p.loc))
+                point = self._point("wait_point", f"point_{p.at}", p.loc)
                 before = [step("load_weights", (0, split, cap), uses)] if split else []
                 return [*before, point, step("load_weights", (split, WHOLE, cap), uses)]
         return [step("load_weights", (0, WHOLE, cap), uses)]

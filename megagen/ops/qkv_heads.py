@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 HEAD_DIM = 64
-ROW_BLOCK = 16
 
 
 class QkvHeads(Op):
@@ -94,9 +93,10 @@ class QkvHeads(Op):
                 return x.flatten(1)
             table = env[self.inputs["rotary"]]
             table = table[env["positions"].to(table.device)].to(x.device, dtype)[:, None]
-            cosine, sine = (half.repeat(1, 1, 2) for half in table.split(HEAD_DIM // 2, dim=-1))
-            low, high = x.split(HEAD_DIM // 2, dim=-1)
-            return (x * cosine + torch.cat((-high, low), dim=-1) * sine).flatten(1)
+            cosine, sine = (half.repeat(1, 1, 2) for half in table.chunk(2, dim=-1))
+            low, high = x.chunk(2, dim=-1)
+            turned: torch.Tensor = x * cosine + torch.cat((-high, low), dim=-1) * sine
+            return turned.flatten(1)
 
         out = self.outputs
         return {

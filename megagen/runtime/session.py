@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 1.0  # how much longer than the device's own bound the host waits
 UNBOUNDED_S = 30.0  # the host's patience when the device's waits have no bound
-IN_FLIGHT = 4  # control words on their way to the device before the host waits for the oldest
+IN_FLIGHT = 64  # control words on their way to the device before the host waits; even
 
 
 class Replayable(Protocol):
@@ -29,24 +29,30 @@ class Replayable(Protocol):
 
 
 class Uploads:
-    """Words on their way to the device: the host writes them into one of a few pinned ``buffers`` and goes on.
+    """Words on their way to the device: the host writes them into one of many pinned ``buffers`` and goes on.
 
-    ``event`` makes one that, recorded in the current stream, says when a buffer has been read.
+    ``event`` makes one that, recorded in the current stream, says when what came before is done. Recording takes as
+    long as a copy, so there is one for each half of the buffers: copies must follow one another, as launches do.
     """
 
     def __init__(self, buffers: Sequence[torch.Tensor], event: Callable[[], Any]) -> None:
-        self._slots: list[tuple[torch.Tensor, Any, Any]] = [(b, b.numpy(), event()) for b in buffers]
+        self._buffers: list[tuple[torch.Tensor, Any]] = [(b, b.numpy()) for b in buffers]
+        self._half = len(buffers) // 2
+        self._read = [event() for _ in range(2)]  # of each half
         self._format = struct.Struct(f"<{buffers[0].numel()}i")
         self._next = 0
 
     def send(self, words: Sequence[int], to: torch.Tensor) -> None:
         """Copy ``words`` to the device tensor ``to``, in the current stream."""
-        buffer, view, read = self._slots[self._next]
-        self._next = (self._next + 1) % len(self._slots)
-        read.synchronize()
+        half, place = divmod(self._next, self._half)
+        if place == 0:
+            self._read[half].synchronize()
+        buffer, view = self._buffers[self._next]
         self._format.pack_into(view, 0, *words)
         to.copy_(buffer, non_blocking=True)
-        read.record()
+        if place == self._half - 1:
+            self._read[half].record()
+        self._next = (self._next + 1) % (2 * self._half)
 
 
 class Session(Rank):
@@ -101,8 +107,8 @@ class Session(Rank):
                     hint=f"launch at most {fit} blocks",
                 )
 
-        buffers = [torch.zeros(params.CONTROL_WORDS, dtype=torch.int32, pin_memory=True) for _ in range(IN_FLIGHT)]
-        self._uploads = Uploads(buffers, torch.cuda.Event)
+        pinned = torch.zeros(IN_FLIGHT, params.CONTROL_WORDS, dtype=torch.int32, pin_memory=True)
+        self._uploads = Uploads(list(pinned), torch.cuda.Event)
         super().__init__(plan, device_, live=live, rank=rank, timeout_ms=timeout_ms, overrides=overrides)
         self._side = torch.cuda.Stream(self.device)  # reads progress while the launch stream is busy
         self._progress = torch.zeros(1, dtype=torch.int32, pin_memory=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from megagen.errors import DeviceError
@@ -36,26 +37,17 @@ class Step:
             raise DeviceError(
                 f"{self.tokens} tokens with {len(self.positions)} positions and {len(self.ancestors)} ancestor masks"
             )
-        for i, (position, mask) in enumerate(zip(self.positions, self.ancestors, strict=True)):
-            own = 1 << i
-            if mask < 0 or mask.bit_length() != i + 1:
-                raise DeviceError(f"token {i} has ancestor mask {mask:#b}: itself and tokens before it are possible")
-            others = mask ^ own
-            if others and self.ancestors[others.bit_length() - 1] != others:
-                raise DeviceError(
-                    f"token {i} has ancestor mask {mask:#b}: the others are not what token {others.bit_length() - 1} "
-                    "sees, so they are no path"
-                )
-            if position != self.context + others.bit_count():
-                raise DeviceError(
-                    f"token {i} at position {position}: after {self.context} in the caches and "
-                    f"{others.bit_count()} of the launch it stands at {self.context + others.bit_count()}"
-                )
+        right = tuple([self.context + depth for depth in _depths(self.ancestors)])
+        if self.positions != right:
+            raise DeviceError(
+                f"tokens at positions {self.positions}: by their ancestors, after {self.context}, they stand at {right}"
+            )
 
     @classmethod
     def chain(cls, tokens: int, context: int = 0) -> Step:
         """Each token follows the one before."""
-        return cls.tree(range(-1, tokens - 1), context)
+        _refuse_unfit(tokens, context)
+        return cls(tokens, context, tuple(range(context, context + tokens)), _CHAIN[:tokens])
 
     @classmethod
     def tree(cls, parents: Sequence[int], context: int = 0) -> Step:
@@ -77,7 +69,7 @@ class Step:
 
     @property
     def is_chain(self) -> bool:
-        return all(mask == (2 << i) - 1 for i, mask in enumerate(self.ancestors))
+        return self.ancestors == _CHAIN[: self.tokens]
 
     @property
     def numbers(self) -> range:
@@ -96,6 +88,23 @@ class Step:
         import torch
 
         return torch.tensor([[bool(mask >> j & 1) for j in range(self.tokens)] for mask in self.ancestors])
+
+
+_CHAIN = tuple((2 << i) - 1 for i in range(params.STEP_TOKENS))
+
+
+@lru_cache(maxsize=1024)  # a step is made for every launch, and most have few shapes
+def _depths(ancestors: tuple[int, ...]) -> tuple[int, ...]:
+    """How many tokens of the launch each one sees besides itself. Raises DeviceError for what is no tree."""
+    for i, mask in enumerate(ancestors):
+        if mask < 0 or mask.bit_length() != i + 1:
+            raise DeviceError(f"token {i} has ancestor mask {mask:#b}: itself and tokens before it are possible")
+        others = mask ^ 1 << i
+        if others and ancestors[others.bit_length() - 1] != others:
+            raise DeviceError(
+                f"token {i} has ancestor mask {mask:#b}: the others are not what token {others.bit_length() - 1} sees"
+            )
+    return tuple(mask.bit_count() - 1 for mask in ancestors)
 
 
 def _refuse_unfit(tokens: int, context: int) -> None:

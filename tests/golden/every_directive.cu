@@ -62,8 +62,14 @@ struct GroupResidual {
 struct PointDown {
   static constexpr u32 kOffset = 185752, kSlots = 1, kCount = 9, kIndex = 9;
 };
+struct BeginDown {
+  static constexpr u32 kOffset = 185760, kSlots = 1, kCount = 9, kIndex = 10;
+};
+struct BeginGateUp {
+  static constexpr u32 kOffset = 185768, kSlots = 1, kCount = 9, kIndex = 11;
+};
 struct DonePooledPartials {
-  static constexpr u32 kOffset = 185760, kSlots = 1, kCount = 1, kIndex = 10;
+  static constexpr u32 kOffset = 185776, kSlots = 1, kCount = 1, kIndex = 12;
 };
 }  // namespace barrier
 
@@ -72,7 +78,7 @@ struct Normed {  // counter, every_directive.py:47
   static constexpr Sync kKind = Sync::kCounter;
   static constexpr u32 kOffset = 92928, kBytes = 262144, kCopies = 2, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 11;
+  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -80,7 +86,7 @@ struct Logits {  // lamport, every_directive.py:48
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 617472, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 12;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -88,7 +94,7 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 879616, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -96,7 +102,7 @@ struct PooledPartials {  // cluster, every_directive.py:50
   static constexpr Sync kKind = Sync::kCluster;
   static constexpr u32 kOffset = 0, kBytes = 0, kCopies = 1, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
   using Done = barrier::DonePooledPartials;
@@ -106,7 +112,7 @@ struct Pooled {  // flag, every_directive.py:51
   static constexpr Sync kKind = Sync::kFlag;
   static constexpr u32 kOffset = 881664, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 1274880, kArrivals = 32, kIndex = 16;
+  static constexpr u32 kCounterOffset = 1274880, kArrivals = 32, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -114,7 +120,7 @@ struct ExpertIn {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1275136, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 17;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -122,7 +128,7 @@ struct ExpertMid {  // lamport, every_directive.py:52
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1537280, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 18;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -130,7 +136,7 @@ struct ExpertOut {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4683008, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = true;
 };
@@ -138,7 +144,7 @@ struct Combined {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7828736, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -146,7 +152,7 @@ struct UnpooledPartials {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8090880, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -154,7 +160,7 @@ struct Unpooled {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8615168, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -214,6 +220,8 @@ struct KernelPolicy {
     Barrier<barrier::GroupCombine>::init(ctx);
     Barrier<barrier::GroupResidual>::init(ctx);
     Barrier<barrier::PointDown>::init(ctx);
+    Barrier<barrier::BeginDown>::init(ctx);
+    Barrier<barrier::BeginGateUp>::init(ctx);
     Barrier<barrier::DonePooledPartials>::init(ctx);
   }
 };
@@ -379,6 +387,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       ctx.step = 12;
       ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:37
       ctx.step = 13;
+      Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:44
+      ctx.step = 14;
       ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:44
       Channel<channel::Normed>::reset(ctx);  // every_directive.py:39
       Channel<channel::Routes>::reset(ctx);  // every_directive.py:39
@@ -392,26 +402,32 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.attach();
-      ctx.step = 16;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:32
       ctx.step = 17;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:32
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:32
       ctx.step = 18;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:32
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:32
       ctx.step = 19;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:32
+      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:45
       ctx.step = 20;
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:32
       ctx.step = 21;
+      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:44
+      ctx.step = 22;
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:32
+      ctx.step = 23;
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
+      ctx.step = 24;
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:32
     }
     else if (ctx.warp == 3) {  // warp 3
       ctx.attach();
-      ctx.step = 23;
+      ctx.step = 26;
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:33
-      ctx.step = 24;
+      ctx.step = 27;
+      Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:45
+      ctx.step = 28;
       ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:45
-      ctx.step = 25;
+      ctx.step = 29;
       ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:33
     }
   }
@@ -419,25 +435,29 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
     ptx::setmaxnreg_inc<200>();
     if (ctx.warp <= 11) {  // warps 4 to 11
       ctx.attach();
-      ctx.step = 27;
-      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:38
-      ctx.step = 28;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:32
-      ctx.step = 29;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:32
-      ctx.step = 30;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:38
       ctx.step = 31;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:32
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:38
       ctx.step = 32;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:32
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:32
       ctx.step = 33;
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:32
       ctx.step = 34;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // every_directive.py:38
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:38
       ctx.step = 35;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:32
+      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:45
       ctx.step = 36;
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:32
+      ctx.step = 37;
+      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:44
+      ctx.step = 38;
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:32
+      ctx.step = 39;
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
+      ctx.step = 40;
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // every_directive.py:38
+      ctx.step = 41;
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:32
+      ctx.step = 42;
       ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:38
     }
   }

@@ -14,8 +14,8 @@ CONTEXTS = (1, 15, 16, 2047, 2048, 2049, 5000)
 PLACEMENTS: tuple[dict[str, str], ...] = (
     {},
     {"roles": "moved", "ring_stages": "5"},
-    {"o_proj": "quarter", "next_qkvg": "ring", "early_trigger": "True"},
-    {"summed": "0", "in_flight": "36"},
+    {"o_proj": "quarter", "next_qkvg": "3/8", "early_trigger": "True"},
+    {"summed": "0", "in_flight": "none"},
     {"sync": "counter"},
     {"sync": "flag"},
     {"cluster": "2"},

@@ -204,6 +204,18 @@ extern "C" __global__ void halves(const __grid_constant__ Params p) {
     put(p.out + tid, v);
 }
 
+// The same in global memory. Ways 2 and 3: of words that nobody has written.
+extern "C" __global__ void global_halves(const __grid_constant__ Params p) {
+    const u32 tid = threadIdx.x, way = p.way;
+    u32* word = p.heap + tid % 32 + (way == 2 || way == 3 ? 512 : 0);
+    u8* half = reinterpret_cast<u8*>(word) + 2 * (tid / 32);
+    if (way != 2 || tid < 32) ptx::st_global_u16(half, tid + 1); // OTHER 1
+    if (way == 1 && tid >= 32) __syncwarp();
+    if (way != 1) __syncthreads();
+    const u32 v = ptx::ld_global_v4(p.heap + (word - p.heap) / 4 * 4).x; // FAULT 1 2
+    put(p.out + tid, way == 1 || v >> 16 == (v & 0xffff) + 32);
+}
+
 // A store of 16 bytes whose first word says that it is there.
 extern "C" __global__ void data_as_flag(const __grid_constant__ Params p) { // two blocks of two warps
     u32* words = p.way == 2 ? p.heap + 512 : p.heap;

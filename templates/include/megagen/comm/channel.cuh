@@ -209,9 +209,11 @@ struct Channel {
         return ptx::ld_relaxed_gpu_v4(address);
     }
 
-    // Vector i of a read. Where vectors are a known distance apart, one address and constant offsets are all it takes.
+    // Vector i of a read. Where vectors are a known distance apart, one address and constant offsets are all it takes:
+    // 64-bit indices show it, 32-bit ones by their differences.
     template <class Index>
     MEGAGEN_DEVICE u8* place(u8* base, u32 i, Index index) {
+        if constexpr (sizeof(index(0)) == 8) return base + index(i) * D::kElementBytes;
         return base + static_cast<u64>(index(0)) * D::kElementBytes +
                static_cast<i64>(static_cast<int>(index(i) - index(0))) * D::kElementBytes;
     }
@@ -223,47 +225,57 @@ struct Channel {
     // Each valid lane reads kN vectors of 16 bytes, vector i at element index(i) of the tensor; other lanes get zeros.
     template <u32 kN, class Ctx, class Index>
     MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
+        return read_where(ctx, v, [=](u32) { return valid; }, index);
+    }
+
+    // As above, of each lane the vectors that it wants.
+    template <u32 kN, class Ctx, class Wanted, class Index>
+    MEGAGEN_DEVICE bool read_where(Ctx& ctx, uint4 (&v)[kN], Wanted wanted, Index index) {
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) v[i] = {0, 0, 0, 0};
         if constexpr (D::kKind == Sync::kCluster) {
             if (ctx.dead) return false;
-            if (valid) {
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) v[i] = ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i)));
+            for (u32 i = 0; i < kN; ++i) {
+                if (wanted(i)) v[i] = ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i)));
             }
             return true;
         } else {
             u8* base = copy(ctx, ctx.heap());
             if constexpr (!kLamport) {
                 if (ctx.dead) return false;
-                if (valid) {
 #pragma unroll
-                    for (u32 i = 0; i < kN; ++i) v[i] = load(place(base, i, index));
+                for (u32 i = 0; i < kN; ++i) {
+                    if (wanted(i)) v[i] = load(place(base, i, index));
                 }
                 return true;
             }
             // Once something is found missing, poll that one vector until it is there, and read nothing again that has
             // come: polls take L2 bandwidth from the weight streams.
-            bool done = !valid, probing = false;
+            bool done = false, probing = false;
             u32 missing = 0;
-            const bool ok = wait_until(ctx, D::kIndex, index(0), which(ctx, 0), [&] {
+            const bool ok = wait_until(ctx, D::kIndex, static_cast<u32>(index(0)), which(ctx, 0), [&] {
                 if (done) return true;
                 if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
                 probing = done = true;
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) v[i] = load(place(base, i, index));
+                for (u32 i = 0; i < kN; ++i) {
+                    if (wanted(i)) v[i] = load(place(base, i, index));
+                }
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i) {
-                    if (has_empty(v[i])) {
+                    if (wanted(i) && has_empty(v[i])) {
                         done = false;
                         missing = i;
                     }
                 }
                 return done;
             });
-            if (ok && valid) {
+            if (ok) {
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) ptx::expect_none(v[i], D::kEmpty);
+                for (u32 i = 0; i < kN; ++i) {
+                    if (wanted(i)) ptx::expect_none(v[i], D::kEmpty);
+                }
             }
             return ok;
         }
@@ -272,11 +284,17 @@ struct Channel {
     // The reader hands a slot back, if that is its duty: the same indices that it read.
     template <u32 kN, class Ctx, class Index>
     MEGAGEN_DEVICE void release(const Ctx& ctx, bool valid, Index index) {
+        release_where<kN>(ctx, [=](u32) { return valid; }, index);
+    }
+
+    template <u32 kN, class Ctx, class Wanted, class Index>
+    MEGAGEN_DEVICE void release_where(const Ctx& ctx, Wanted wanted, Index index) {
         if constexpr (kLamport && D::kReaderResets) {
-            if (valid && !ctx.dead) {
-                u8* base = copy(ctx, ctx.heap());
+            if (ctx.dead) return;
+            u8* base = copy(ctx, ctx.heap());
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i)
+            for (u32 i = 0; i < kN; ++i) {
+                if (wanted(i))
                     ptx::st_relaxed_gpu(place(base, i, index), uint4{D::kEmpty, D::kEmpty, D::kEmpty, D::kEmpty});
             }
         }

@@ -65,6 +65,13 @@ struct Attention {
             return slot >= s ? slot - s : slot + Op::kChunks - s;
         }
         __device__ __forceinline__ bool has(u32 slot) const { return slot < Op::kChunks && after(slot) < chunks; }
+
+        // All that has() says, a bit a slot.
+        __device__ __forceinline__ u64 slots() const {
+            const u64 ones = ~0ull >> (64 - chunks), held = ~0ull >> (64 - Op::kChunks);
+            const u32 s = this->slot();
+            return (ones << s | (s == 0 ? 0 : ones >> (Op::kChunks - s))) & held;
+        }
     };
 
     MEGAGEN_DEVICE float larger(float a, float b) { return a > b ? a : b; }
@@ -94,11 +101,19 @@ struct Attention {
         u32 ancestors[2];
     };
 
+    // Ones in the places of those of 16 numbers from `first` that come before `end`.
+    MEGAGEN_DEVICE u32 before(u32 first, u32 end) {
+        const u32 n = end > first ? end - first : 0;
+        return n < 16 ? (1u << n) - 1 : 0xffffu;
+    }
+
+    // Which of 16 numbers from `first` a token sees, a bit each.
     template <class Ctx>
-    MEGAGEN_DEVICE bool sees(const Ctx& ctx, const Rows& rows, u32 h, u32 number) {
-        if (number < ctx.context) return number + Op::kWindow > rows.position[h];
-        const u32 own = number - ctx.context; // a token of this launch
-        return own < 32 && (rows.ancestors[h] >> (own & 31) & 1) != 0;
+    MEGAGEN_DEVICE u32 seen(const Ctx& ctx, u32 position, u32 ancestors, u32 first) {
+        const u32 oldest = position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0;
+        const u32 old = before(first, ctx.context) & ~before(first, oldest);
+        const u32 own = first - ctx.context, ahead = ctx.context - first; // one of them is small, or both are far off
+        return old | (own < 32 ? ancestors >> own : ahead < 16 ? ancestors << ahead : 0);
     }
 
     // Warps kFirstWarp .. kFirstWarp + 7, each a head and a slot at a time. No lane permutes anything: in all operands
@@ -145,10 +160,11 @@ struct Attention {
         const bool whole = start + kKeyChunk <= ctx.context && start + Op::kWindow > ctx.context + 15;
         if (!whole) {
 #pragma unroll
-            for (u32 n = 0; n < kTiles; ++n) {
+            for (u32 h = 0; h < 2; ++h) {
+                const u32 bits = seen(ctx, rows.position[h], rows.ancestors[h], start + t * 16);
 #pragma unroll
-                for (u32 i = 0; i < 4; ++i) {
-                    if (!sees(ctx, rows, i / 2, start + t * 16 + 2 * n + i % 2)) s[n][i] = __uint_as_float(kNone);
+                for (u32 i = 0; i < 16; ++i) {
+                    if ((bits >> i & 1) == 0) s[i / 2][2 * h + i % 2] = __uint_as_float(kNone);
                 }
             }
         }
@@ -243,35 +259,41 @@ struct Attention {
     }
 
     // A warp has a token of a head: lane i the statistics of slots i and i + 32, then of every second slot four dims.
-    // Where there is no live slot, a lane reads what another reads and gives it no weight; so nothing is handed back
-    // before all is read.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void merge(Ctx& ctx) {
         constexpr u32 kStats = (Op::kChunks + 31) / 32, kSums = (Op::kChunks + 1) / 2;
         constexpr u32 kBatches = (kSums + 23) / 24, kBatch = (kSums + kBatches - 1) / kBatches; // as registers allow
+        constexpr u64 kSlotStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow;
         const Range mine = share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks);
         if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
-        const Live live(ctx);
+        const u64 live = Live(ctx).slots();
         const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
+        const u32 whose[2] = {static_cast<u32>(live) >> ctx.lane, static_cast<u32>(live >> 32) >> ctx.lane};
+        const u64 mine_of = live >> half; // every second bit: the slots of this half
 #pragma unroll 1
         for (u32 i = mine.first + ctx.warp - kFirstWarp; i < mine.last; i += kWarps) {
             const u32 token = i / Op::kHeads, head = i % Op::kHeads;
             uint4 gate[1];
             if (!Op::Gate::read(ctx, gate, true, [&](u32) { return token * kWidth + head * kHeadDim + dim / 8 * 8; }))
                 return;
-            const auto slot = [&](u32 j) { return j < kStats ? j * 32 + ctx.lane : (j - kStats) * 2 + half; };
-            const auto index = [&](u32 j) {
-                const u32 s = live.has(slot(j)) ? slot(j) : live.slot();
-                return ((s * Op::kHeads + head) * Ctx::Kernel::kTokens + token) * kPartialRow +
-                       (j < kStats ? kHeadDim : dim);
-            };
+            const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
+            const u64 stats = row + ctx.lane * kSlotStride + kHeadDim, sums = row + half * kSlotStride + dim;
             float weight[kStats], scale = 0, x[4] = {};
 #pragma unroll
             for (u32 b = 0; b < kBatches; ++b) {
                 uint4 v[kStats + kBatch];
-                if (!Op::Partials::read(ctx, v, true, [&](u32 j) { return index(j < kStats ? j : j + b * kBatch); }))
-                    return;
-                if (b == 0) scale = weigh(ctx, live, v, weight);
+                const auto wanted = [&](u32 j) {
+                    if (j < kStats) return b == 0 && (whose[j] & 1) != 0;
+                    const u32 even = 2 * (b * kBatch + j - kStats);
+                    return even < Op::kChunks && (mine_of >> even & 1) != 0;
+                };
+                const auto index = [&](u32 j) {
+                    return j < kStats ? stats + j * 32 * kSlotStride
+                                      : sums + (b * kBatch + j - kStats) * 2 * kSlotStride;
+                };
+                if (!Op::Partials::read_where(ctx, v, wanted, index)) return;
+                Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);
+                if (b == 0) scale = weigh(whose, v, weight);
 #pragma unroll
                 for (u32 j = 0; j < kBatch; ++j) {
                     const u32 even = 2 * (b * kBatch + j);
@@ -280,12 +302,9 @@ struct Attention {
                     float o[4];
                     unpack<4>(v[kStats + j], o);
 #pragma unroll
-                    for (u32 e = 0; e < 4; ++e) x[e] = w != 0 ? fmaf(w, o[e], x[e]) : x[e];
+                    for (u32 e = 0; e < 4; ++e) x[e] = fmaf(w, o[e], x[e]);
                 }
             }
-#pragma unroll
-            for (u32 j = 0; j < kStats + kSums; ++j)
-                Op::Partials::template release<1>(ctx, live.has(slot(j)), [&](u32) { return index(j); });
             float square = 0;
 #pragma unroll
             for (u32 e = 0; e < 4; ++e) {
@@ -310,17 +329,18 @@ struct Attention {
     }
 
     // This lane's slots' weights, and one over the sum of all keys' weights.
-    template <u32 kStats, u32 kN, class Ctx>
-    MEGAGEN_DEVICE float weigh(const Ctx& ctx, const Live& live, const uint4 (&v)[kN], float (&weight)[kStats]) {
+    template <u32 kStats, u32 kN>
+    MEGAGEN_DEVICE float weigh(const u32 (&whose)[2], const uint4 (&v)[kN], float (&weight)[kStats]) {
         float most = __uint_as_float(kNone), sum = 0;
 #pragma unroll
-        for (u32 j = 0; j < kStats; ++j) most = larger(most, __uint_as_float(v[j].x));
+        for (u32 j = 0; j < kStats; ++j)
+            most = larger(most, whose[j] & 1 ? __uint_as_float(v[j].x) : __uint_as_float(kNone));
 #pragma unroll
         for (u32 d = 16; d > 0; d /= 2) most = larger(most, __shfl_xor_sync(kFullMask, most, d));
         const float shift = -(most * Op::kScale); // a token sees itself, so there is a largest score
 #pragma unroll
         for (u32 j = 0; j < kStats; ++j) {
-            weight[j] = live.has(j * 32 + ctx.lane) ? __expf(fmaf(__uint_as_float(v[j].x), Op::kScale, shift)) : 0.0f;
+            weight[j] = whose[j] & 1 ? __expf(fmaf(__uint_as_float(v[j].x), Op::kScale, shift)) : 0.0f;
             sum = fmaf(weight[j], __uint_as_float(v[j].y), sum);
         }
         return __fdividef(1.0f, warp_sum(sum));

@@ -98,18 +98,23 @@ struct Residual {
             for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
         } else {
             constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
+            constexpr u32 kBatch = kN % 2 ? 1 : 2; // vectors on their way at once, as registers allow
 #pragma unroll
-            for (u32 i = 0; i < kN; ++i) {
-                uint4 v[Op::kParts];
-                if (!Op::In::read(ctx, v, true, [&](u32 part) { return element(i) + part * kPartStride; }))
+            for (u32 i = 0; i < kN; i += kBatch) {
+                uint4 v[kBatch * Op::kParts];
+                if (!Op::In::read(ctx, v, true,
+                                  [&](u32 j) { return element(i + j / Op::kParts) + j % Op::kParts * kPartStride; }))
                     return false;
-                unpack<8>(v[0], n[i]);
 #pragma unroll
-                for (u32 part = 1; part < Op::kParts; ++part) {
-                    float more[8];
-                    unpack<8>(v[part], more);
+                for (u32 j = 0; j < kBatch; ++j) {
+                    unpack<8>(v[j * Op::kParts], n[i + j]);
 #pragma unroll
-                    for (u32 e = 0; e < 8; ++e) n[i][e] += more[e];
+                    for (u32 part = 1; part < Op::kParts; ++part) {
+                        float more[8];
+                        unpack<8>(v[j * Op::kParts + part], more);
+#pragma unroll
+                        for (u32 e = 0; e < 8; ++e) n[i + j][e] += more[e];
+                    }
                 }
             }
         }

@@ -102,9 +102,10 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
         for step in program.steps:
             name = {
                 "load_weights": "loads", "math": "math", "reduce": "math", "finish": "finish", "select": "top_k",
-                "tables": "top_k", "compute": "norms", "reset": "reset", "trigger": "launch", "wait_point": "both",
-                "signal_point": "both",
+                "tables": "top_k", "compute": "norms", "reset": "reset", "trigger": "launch",
             }.get(step.call)  # fmt: skip
+            if step.call in ("wait_point", "signal_point"):
+                name = "l2" if step.barriers[0].barrier == "begin_gate_up" else "both"
             if step.call == "prefetch_l2":
                 name = "both" if step.op == "unpooler" else "l2"
             if name:

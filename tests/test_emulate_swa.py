@@ -2,54 +2,229 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from test_emulate_layer import dropped
 
-WINDOW = 128  # of a tiny layer: two chunks of 64
-CONTEXTS = [0, 1, 63, WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1, 4 * 64 - 3, 777]  # the last two: a cache's end, far past
+from megagen.emulate.engine import Expire
+from megagen.errors import EmulationError, HangError
+from megagen.models.muse_spark import tiny
+
+WINDOW = 128  # of a tiny layer: two chunks of 64; its caches hold four
+LAST = (1 << 31) - 16  # the most tokens that a cache can have had before a launch
 
 # Every way to synchronise, every home of a weight, roles on other warps: each is other code for the same bits.
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "unfused": {"fused": False},
     "counter": {"choices": {"sync": "counter", "early_trigger": "True"}},
     "flag": {"choices": {"sync": "flag", "o_proj": "quarter"}},
-    "cluster": {"choices": {"sync": "cluster", "cluster": "2", "next_qkvg": "3/8"}},
-    "moved": {"choices": {"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"}},
+    "cluster": {"choices": {"sync": "cluster", "cluster": "2", "next_qkvg": "ring"}},
+    "moved": {"choices": {"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "36"}},
 }
+READABLE = {"attended", "projected", "normed", "unpooled", "stream_out", "next_normed", "next_q", "next_gate"}
+CACHES = {"next_k_cache", "next_v_cache"}
 
 
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("tokens", [1, 16])
-def test_two_ranks_before_at_and_past_the_window(emulate: Any, tokens: int, tree: bool) -> None:
-    for i, context in enumerate(CONTEXTS[tokens > 1 :: 2]):
+def small(ranks: int = 2, **more: int) -> dict[str, Any]:
+    """Options of a layer of half as many heads a rank, which all share their keys, or whatever ``more`` says."""
+    return {"config": tiny(ranks).model_copy(update={"heads": 8 * ranks, "kv_heads": ranks, **more})}
+
+
+def few(tokens: int) -> Any:
+    """Eight experts for all tokens: streaming more says nothing about attention."""
+    from megagen.bench.routes import routes
+
+    return routes(8, tokens, pool=16)
+
+
+def words(values: Any) -> dict[str, Any]:
+    """Tensors as integers."""
+    import torch
+
+    views = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return {name: x.contiguous().view(views[x.element_size()]) for name, x in values.items()}
+
+
+def differing(a: Any, b: Any) -> list[str]:
+    """What both have in different bits; most is in both."""
+    a, b = words(a), words(b)
+    assert a.keys() & b.keys() >= READABLE - {"next_normed"} | CACHES
+    return [name for name in sorted(a.keys() & b.keys()) if not a[name].equal(b[name])]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tree", "contexts"),
+    [
+        (1, False, [0, WINDOW - 1, WINDOW + 1]),
+        (16, False, [1, WINDOW - 2, 4 * 64 - 3]),  # the last: around the end of the caches
+        (16, True, [63, WINDOW, 777]),
+    ],
+    ids=["one", "chain", "tree"],
+)
+def test_two_ranks_before_at_and_past_the_window(emulate: Any, tokens: int, tree: bool, contexts: list[int]) -> None:
+    for i, context in enumerate(contexts):
         kernel = emulate("muse_swa.py", ranks=2, seed=i + tokens, race=True)
-        kernel.check(tokens=tokens, context=context, tree=tree, launches=2)
+        override = few(tokens) if i else None
+        kernel.check(tokens=tokens, context=context, tree=tree, route_override=override, seeds=[i])
 
 
-@pytest.mark.parametrize(("context", "tree"), [(WINDOW - 1, False), (300, True)], ids=["chain", "tree"])
-def test_eight_ranks(emulate: Any, context: int, tree: bool) -> None:
-    kernel = emulate("muse_swa.py", ranks=8, seed=8, race=True)
-    kernel.check(tokens=16, context=context, tree=tree)
+def test_eight_ranks(emulate: Any) -> None:
+    kernel = emulate("muse_swa.py", ranks=8, seed=8, race=True, options=small(8))
+    kernel.check(tokens=16, context=300, tree=True, route_override=few(16))
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"all_reduce": "two_shot"}, {"split": "nk", "experts": "bf16"}, {"next_rope": "no"}],
+    [{"split": "nk", "experts": "bf16"}, {"all_reduce": "two_shot", "next_rope": "no"}],
     ids=str,
 )
 def test_what_changes_the_arithmetic(emulate: Any, options: dict[str, str]) -> None:
     kernel = emulate("muse_swa.py", ranks=2, seed=5, options=options, race=True)
-    kernel.check(tokens=9, context=200, launches=2)
+    kernel.check(tokens=9, context=200, route_override=few(9))
 
 
-@pytest.mark.parametrize("options", [{}, {"all_reduce": "two_shot"}], ids=str)
-def test_live_ranks_stand_in_for_others(emulate: Any, options: dict[str, str]) -> None:
-    kernel = emulate("muse_swa.py", ranks=2, tp=8, seed=6, race=True, options=options)
-    kernel.check(tokens=16, context=70, tree=True)
+@pytest.mark.parametrize(
+    ("tp", "options"), [(4, small(4)), (8, {"all_reduce": "two_shot"})], ids=["one-shot", "two-shot"]
+)
+def test_live_ranks_stand_in_for_others(emulate: Any, tp: int, options: dict[str, Any]) -> None:
+    kernel = emulate("muse_swa.py", ranks=2, tp=tp, tokens=9, seed=6, race=True, options=options)
+    kernel.check(tokens=9, context=70, tree=True, route_override=few(9))
 
 
-def test_one_rank(emulate: Any) -> None:
-    """More units of K than one in o_proj: its partial sums, added by a role of their own."""
-    kernel = emulate("muse_swa.py", ranks=1, seed=2, race=True)
-    kernel.check(tokens=7, context=150, launches=3)
+@pytest.mark.parametrize(
+    ("layer", "tokens", "context"),
+    [
+        ({"heads": 32, "kv_heads": 8, "window": 100}, 7, 150),  # more units of K than one in o_proj: a role adds them
+        ({"heads": 8, "kv_heads": 8, "window": 16}, 16, 61),  # no token but its own launch's for the last
+        ({"heads": 8, "kv_heads": 2, "window": 3080}, 3, 5000),  # 50 chunks: merged in two batches
+    ],
+    ids=["units of o_proj", "the least window", "a wide window"],
+)
+def test_other_sizes(emulate: Any, layer: dict[str, int], tokens: int, context: int) -> None:
+    kernel = emulate("muse_swa.py", ranks=1, seed=2, race=True, options=small(1, **layer))
+    kernel.check(tokens=tokens, context=context, tree=True, launches=2, route_override=few(tokens))
+
+
+@pytest.mark.parametrize("context", [(1 << 20) - 5, LAST])
+def test_late_in_a_sequence(emulate: Any, context: int) -> None:
+    """Without rotations, for which the table would be too long."""
+    options = {**small(1, window=100), "next_rope": "no"}
+    kernel = emulate("muse_swa.py", ranks=1, seed=3, race=True, options=options)
+    kernel.check(tokens=16, context=context, tree=True, route_override=few(16))
+
+
+def test_placement_and_interleaving_change_no_bit(emulate: Any) -> None:
+    from megagen.bench.verify import Verifier
+    from megagen.runtime.step import Step
+
+    steps = [Step.chain(2, WINDOW - 1), Step.tree([-1, 0, 0, 1, 1], 4 * 64 - 2)]
+
+    def made(verifier: Verifier) -> list[Any]:
+        return [verifier.launch(verifier.inputs(s.tokens, 3, s), few(s.tokens)) for s in steps]
+
+    want = made(emulate("muse_swa.py", ranks=2, options=small()).verifier)
+    for i, (name, more) in enumerate(PLACEMENTS.items()):
+        kernel = emulate("muse_swa.py", ranks=2, seed=10 + i, race=True, options=small(), **more)
+        for step, a, b in zip(steps, want, made(kernel.verifier), strict=True):
+            assert not differing(a, b), f"{name}, seed {10 + i}, {step}"
+        assert not kernel.verifier.strays()
+        assert not [x for rank in kernel.world.ranks for x in rank.leftovers()]
+
+
+def part(whole: Any, first: int, tokens: int, window: int) -> Any:
+    """What a launch of some of a chain's tokens reads: the others' slots, and those past the window, hold NaN."""
+    import torch
+
+    from megagen.bench.inputs import put
+    from megagen.runtime.step import Step
+
+    context, end = whole.step.context + first, whole.step.context + whole.step.tokens
+    unseen = [*range(max(0, whole.step.context + 1 - window), context + 1 - window), *range(context + tokens, end)]
+
+    def cut(name: str, x: Any) -> Any:
+        if not name.endswith("cache"):
+            return x[first : first + tokens].clone() if len(x) == whole.step.tokens else x
+        x = x.clone()
+        put(x, unseen, torch.full((len(unseen), len(x), 64), torch.nan, dtype=x.dtype))
+        return x
+
+    ranks = tuple({name: cut(name, x) for name, x in values.items()} for values in whole.ranks)
+    return replace(whole, step=Step.chain(tokens, context), stream=ranks[0]["stream"], ranks=ranks)
+
+
+@pytest.mark.parametrize("context", [50, WINDOW - 8, 4 * 64 - 11])
+def test_a_chains_bits_depend_on_neither_launch_nor_row(emulate: Any, context: int) -> None:
+    """A token after some others of its launch, and as the first of its own: the same bits in all that it makes."""
+    from megagen.runtime.step import Step
+
+    kernel = emulate("muse_swa.py", ranks=1, seed=context, options=small(1))
+    verifier = kernel.verifier
+    whole = verifier.inputs(16, 11, Step.chain(16, context))
+    together = verifier.launch(whole)
+    for first, tokens in ((3, 6), (13, 1)):
+        alone = verifier.launch(part(whole, first, tokens, WINDOW))
+        rows = {n: x.narrow(verifier._token_axis(n), first, tokens) for n, x in together.items()}
+        assert not differing(alone, rows), (first, tokens)
+
+
+def test_layers_in_a_row(emulate: Any) -> None:
+    """Four layers feed each other on two ranks, each begun before the last has ended, twice."""
+    from megagen.bench.emulation import Weights
+    from megagen.runtime.stack import Stack
+    from megagen.runtime.step import Step
+
+    kernel = emulate("muse_swa.py", ranks=2, seed=9, race=True, options=small())
+    verifier, world = kernel.verifier, kernel.world
+    step = Step.tree([-1, 0, 0], WINDOW - 2)
+    packed = [Weights.random(verifier.graph, 2, seed).packed for seed in (4, 5)]
+    stack = Stack(world, packed, verifier.inputs(3, 1, step).ranks, layers=4)
+    for rank in world.ranks:
+        rank.set_step(step)
+        rank.set_route_override(few(3))
+    found = []
+    for _ in range(2):
+        stack.launch()
+        world.synchronize()
+        found.append([{n: x.clone() for n, x in made.items()} for made in stack.outputs])
+        assert not [x for rank in world.ranks for x in rank.leftovers()]
+    for first, second in zip(*found, strict=True):
+        a, b = words(first), words(second)
+        assert a.keys() == {"stream_out", "next_q", "next_gate"} | CACHES
+        assert all(a[name].equal(b[name]) for name in a)
+    ours, theirs = (made["stream_out"][:3] for made in found[1])
+    assert ours.isfinite().all()
+    assert ours.equal(theirs)
+    assert [rank.epoch() for rank in world.ranks] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("channel", "waiting"),
+    [
+        ("attention_partials", "attention.merge"), ("projected", "post_attention.compute"),
+        ("middle", "residual.compute"), ("next_partials", "next_heads.write"),
+    ],
+)  # fmt: skip
+def test_a_broken_wait_is_reported(emulate: Any, channel: str, waiting: str) -> None:
+    kernel = emulate("muse_swa.py", ranks=2, options=small(), edit=dropped(channel))
+    with pytest.raises(EmulationError, match=rf"{waiting} waits for channel '{channel}' \(lamport\)") as e:
+        kernel.check(tokens=2, context=30)
+    assert e.value.loc is not None
+    assert e.value.loc.file.endswith("muse_swa.py")
+
+
+@pytest.mark.parametrize("sync", [{}, {"sync": "counter"}, {"sync": "cluster", "cluster": "2"}], ids=str)
+def test_a_launch_that_is_given_up_at_any_moment_ends(emulate: Any, sync: dict[str, str]) -> None:
+    """Nothing hangs, races or leaves early on that way; the world is as good as new after it."""
+    given_up = 0
+    for seed in range(3):
+        kernel = emulate("muse_swa.py", ranks=2, seed=seed, choices=sync, options=small(), race=True, expire=Expire.ANY)
+        try:
+            kernel.check(tokens=2, context=100)
+        except HangError:
+            given_up += 1
+            kernel.world.recover()
+            kernel.world.synchronize()
+            assert not any(rank.leftovers() for rank in kernel.world.ranks)
+    assert given_up

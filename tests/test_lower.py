@@ -299,10 +299,10 @@ def check_streams(p: Placement, plan: Plan) -> None:
                 assert asked == ([rest] if op in p.l2 else [])
         if p.fused:
             late = [op for op in STREAMS[1:] if p.shares.get(op, 1.0) < 1]
-            waits = [s for _, program in steps(kernel) for s in calls(program, "wait_point")]
-            assert [s.barriers[0].barrier for s in waits] == [f"point_{STREAMS[STREAMS.index(op) - 1]}" for op in late]
-            for s in waits:
-                point = s.barriers[0].barrier
+            waits = [s.barriers[0].barrier for _, program in steps(kernel) for s in calls(program, "wait_point")]
+            points = [b for b in waits if b.startswith("point_")]
+            assert points == [f"point_{STREAMS[STREAMS.index(op) - 1]}" for op in late]
+            for point in points:
                 signals = sum(
                     x.barriers[0].barrier == point
                     for _, program in steps(kernel)
@@ -313,6 +313,32 @@ def check_streams(p: Placement, plan: Plan) -> None:
                     w for (o, role), ws in p.assigned().items() if o == op and role != "load_weights" for w in ws
                 }
                 assert plan.barrier(point).count == signals == len(workers)
+            check_begins(p, plan)
+
+
+def check_begins(p: Placement, plan: Plan) -> None:
+    """Who asks L2 for a weight waits for the op's other warps to begin, and they say so just before they do."""
+    (kernel,) = plan.kernels
+    begins = {b.name.removeprefix("begin_"): b.count for b in plan.barriers if b.name.startswith("begin_")}
+    askers = {op: {warp for warp, program in steps(kernel) if f"begin_{op}" in points(program, "wait_point")}
+              for op in begins}  # fmt: skip
+    for warp, program in steps(kernel):
+        for i, s in enumerate(program):
+            if s.call == "prefetch_l2":
+                before = program[i - 1].barriers
+                waited = bool(before) and before[0].barrier.startswith("begin_")
+                assert waited or not begins
+            if s.call == "signal_point" and s.barriers[0].barrier.startswith("begin_"):
+                op = s.barriers[0].barrier.removeprefix("begin_")
+                assert program[i + 1].op == op and warp not in askers[op]
+    for op, count in begins.items():
+        workers = {w for (o, role), ws in p.assigned().items() if o == op and role != "load_weights" for w in ws}
+        said = [warp for warp, program in steps(kernel) if f"begin_{op}" in points(program, "signal_point")]
+        assert count == len(said) and set(said) == workers - askers[op] and askers[op]
+
+
+def points(program: list[StepPlan], call: str) -> list[str]:
+    return [s.barriers[0].barrier for s in calls(program, call)]
 
 
 def check_arithmetic(p: Placement, plan: Plan) -> None:

@@ -12,6 +12,7 @@ from megagen.ir.plan import Plan, Source, StepPlan
 LAUNCH = "launch"  # the column of steps that belong to no op
 MBARRIER_BYTES = 8
 WHOLE = 1024  # the unit of shares (templates/include/megagen/ops/stream.cuh)
+BEGIN = "begin_"  # before an op in the name of a barrier that says that it begins
 POINT = "point_"  # starts the names of barriers that end an op in the block
 
 
@@ -40,8 +41,11 @@ def nominal(plan: Plan, experts: int | None = None) -> str:
 def words(step: StepPlan) -> str:
     """What a step of :func:`loads` does."""
     if step.call in ("wait_point", "signal_point"):
-        ops = " and ".join(use.barrier.removeprefix(POINT) for use in step.barriers)
-        return f"{'waits until' if step.call == 'wait_point' else 'says that'} {ops} is done in the block"
+        (use,) = step.barriers
+        begins = use.barrier.startswith(BEGIN)
+        op = use.barrier.removeprefix(BEGIN if begins else POINT)
+        what = f"{op} {'begins' if begins else 'is done'} in the block"
+        return f"{'waits until' if step.call == 'wait_point' else 'says that'} {what}"
     first, last, *cap = step.args
     share, to = f"{100 * first / WHOLE:.3g} %", f"{100 * last / WHOLE:.3g} %"
     if (first, last) == (0, WHOLE):

@@ -153,10 +153,17 @@ class _Lowering:
         """Ops whose end in the block something waits for."""
         return {p.at: p for p in self.s.prefetches if p.into.ring and p.share < 1 and p.at is not None}
 
-    def _begins(self) -> dict[str, Prefetch]:
-        """Ops whose beginning in the block a warp that has no part in them waits for, to ask L2 for a weight."""
-        asked = (p for p in self.s.prefetches if p.into.l2 and p.at is not None and self.fused)
-        return {p.at: p for p in asked if p.at and p.warp not in self._point_warps(p.at)}
+    def _begins(self) -> dict[str, tuple[list[int], Loc | None]]:
+        """Ops whose beginning in the block a warp waits for, to ask L2 for a weight: the other warps, who say so."""
+        asked: dict[str, list[Prefetch]] = {}
+        for p in self.s.prefetches:
+            if p.into.l2 and p.at is not None and self.fused:
+                asked.setdefault(p.at, []).append(p)
+        found = {
+            op: ([w for w in self._point_warps(op) if w not in {p.warp for p in ps}], ps[0].loc)
+            for op, ps in asked.items()
+        }
+        return {op: (warps, loc) for op, (warps, loc) in found.items() if warps}
 
     def _point_warps(self, op: str) -> list[int]:
         return sorted({w for (o, role), ws in self.roles.items() if o == op and role != "load_weights" for w in ws})
@@ -187,7 +194,7 @@ class _Lowering:
         for op_name in sorted(self.points):
             add(f"point_{op_name}", 1, len(self._point_warps(op_name)))
         for op_name in sorted(self.begins):
-            add(f"begin_{op_name}", 1, len(self._point_warps(op_name)))
+            add(f"begin_{op_name}", 1, len(self.begins[op_name][0]))
         for t in self.edges.internal():
             if self.edges.sync(t)[0].kind is SyncKind.CLUSTER:
                 add(f"done_{t.name}", 1, 1, tx=True)
@@ -327,11 +334,12 @@ class _Lowering:
         for op in ops:
             if not self.fused:
                 steps += self._tables_first(op, warp, channels)
-            if op.name in self.begins and warp in self._point_warps(op.name):
-                steps.append(self._point("signal_point", f"begin_{op.name}", self.begins[op.name].loc))
+            begin = self.begins.get(op.name)
+            if begin is not None and warp in begin[0]:
+                steps.append(self._point("signal_point", f"begin_{op.name}", begin[1]))
             for p in self.s.prefetches:
                 if p.into.l2 and p.at == op.name and p.warp == warp and (self.fused or p.op == op.name):
-                    if op.name in self.begins and warp not in self._point_warps(op.name):
+                    if begin is not None:
                         steps.append(self._point("wait_point", f"begin_{op.name}", p.loc))
                     steps.append(self._prefetch_l2(p))
             for role in op.roles():

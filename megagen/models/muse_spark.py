@@ -7,7 +7,9 @@ Dimensions and formulas follow the transformers implementation (``MuseSparkTextC
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from megagen.errors import ScheduleError, WeightError, here
 from megagen.ir.graph import DType, Frozen, Graph, Op, Scope, Shard, Tensor, TensorKind, Weight
@@ -28,6 +30,7 @@ HEAD_DIM = 64  # four row blocks of a GEMM, four steps of an MMA
 UNIT = 1024  # K of a dense GEMM's unit: 32 KB of bf16
 ROUTER_UNIT = 512  # the same in fp32
 MOST_CHUNKS = 64  # of a sliding layer's cache: two a lane of the warp that merges them
+CHECKPOINT = "a checkpoint is a folder in the Hugging Face layout"
 POSITIONS = 16384  # that the table of rotations has by default
 
 
@@ -65,21 +68,55 @@ CONFIG_FIELDS = {
 }  # fmt: skip
 
 
+class LayerKind(NamedTuple):
+    """What the checkpoint says of a layer: attention over a window, or over all; q and k rotated or not."""
+
+    sliding: bool
+    rotates: bool
+
+
+def layer_kinds(checkpoint: Path) -> list[LayerKind]:
+    """Of each layer, by ``layer_types`` and ``layer_rope_theta`` of config.json; where it has none, as transformers
+    fills them in: counted from the last layer, every fourth attends to all and does not rotate.
+
+    Raises WeightError for a missing or malformed file.
+    """
+    path = checkpoint / "config.json"
+    text = _text_config(path)
+    try:
+        n = int(text.get("num_hidden_layers", MuseSparkConfig().layers))
+        types = text.get("layer_types") or ["full" if (n - 1 - i) % 4 == 0 else "sliding_attention" for i in range(n)]
+        thetas = text.get("layer_rope_theta") or [0 if (n - 1 - i) % 4 == 0 else 1 for i in range(n)]
+        return [LayerKind(t == "sliding_attention", bool(theta)) for t, theta in zip(types, thetas, strict=True)]
+    except (ValueError, TypeError) as error:
+        raise WeightError(f"{path}: {error}", hint=CHECKPOINT) from None
+
+
+def _text_config(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        text = data.get("text_config", data)
+        text.keys  # noqa: B018 - null or a number is no configuration
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise WeightError(f"{path}: {error}", hint=CHECKPOINT) from None
+    found: Mapping[str, Any] = text
+    return found
+
+
 def read_config(checkpoint: Path) -> MuseSparkConfig:
     """The dimensions in ``checkpoint``'s config.json (its ``text_config`` if it has one; absent fields: defaults).
 
     Raises WeightError for a missing or malformed file.
     """
     path = checkpoint / "config.json"
+    text = _text_config(path)
     try:
-        data = json.loads(path.read_text("utf-8"))
-        text = data.get("text_config", data)
         found = {ours: text[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in text}
         if theta := (text.get("rope_parameters") or {}).get("rope_theta"):
             found["rope_theta"] = theta
         return MuseSparkConfig(**found)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise WeightError(f"{path}: {error}", hint="a checkpoint is a folder in the Hugging Face layout") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise WeightError(f"{path}: {error}", hint=CHECKPOINT) from None
 
 
 def tiny(tp: int, split: str = "nn") -> MuseSparkConfig:

@@ -18,7 +18,10 @@ from safetensors import SafetensorError, safe_open
 
 from megagen.errors import WeightError
 from megagen.ir.graph import DType, Graph, Shard, Weight
+from megagen.models.muse_spark import layer_kinds
+from megagen.ops.attention import Attention
 from megagen.ops.packing import BLOCK, Nvfp4, pack_weight, stages, vectors
+from megagen.ops.qkv_heads import QkvHeads
 
 PREFIX = "model.language_model.layers."
 SUFFIXES = ("", "_weight_scale", "_weight_scale_2")  # an NVFP4 weight's tensors: codes, block scales, second level
@@ -76,6 +79,7 @@ class Checkpoint:
         """
         quantised = any(w.dtype is DType.NVFP4 for w in graph.weights().values())
         problems = self._config_problems() if quantised else []
+        problems += self._kind_problems(layer, graph)
         sources = {}
         for weight in graph.weights().values():
             slices = []
@@ -114,6 +118,19 @@ class Checkpoint:
                 notes=tuple((p, None) for p in problems),
             )
         return sources
+
+    def _kind_problems(self, layer: int, graph: Graph) -> list[str]:
+        """A layer of another kind has tensors of the same shapes, and would compute something else."""
+        if not (self.directory / "config.json").is_file():
+            return []
+        kinds, problems = layer_kinds(self.directory), []
+        for op in graph.ops:
+            if isinstance(op, Attention) and layer < len(kinds) and not kinds[layer].sliding:
+                problems.append(f"config.json: layer {layer} attends to its whole context, {op.name} to a window")
+            if isinstance(op, QkvHeads) and layer + 1 < len(kinds) and kinds[layer + 1].rotates is not op.rotate:
+                does, here = ("rotates", "does not") if kinds[layer + 1].rotates else ("does not rotate", "does")
+                problems.append(f"config.json: layer {layer + 1} {does} q and k, {op.name} {here}")
+        return problems
 
     def _config_problems(self) -> list[str]:
         path = self.directory / "hf_quant_config.json"

@@ -1,0 +1,235 @@
+"""Faults put into the sliding-window layer's headers by hand: each is found, by the emulator or by the comparison.
+
+What the layer has in common with the expert block is mutated in test_emulate_mutants.py, whose means these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_emulate_mutants as block
+import torch
+from test_emulate_mutants import CHANNEL, COUNTER, DENSE, Bench, Mutant, Variant, one
+
+from megagen.bench.emulation import Weights
+from megagen.bench.routes import routes
+from megagen.bench.verify import Check, Verifier
+from megagen.cli import pipeline
+from megagen.models.muse_spark import tiny
+from megagen.runtime.emulated import World
+from megagen.runtime.step import Step
+
+pytestmark = pytest.mark.slow
+
+ATTENTION, HEADS, RESIDUAL, RANK_SUM = (f"ops/{x}.cuh" for x in ("attention", "qkv_heads", "residual", "rank_sum"))
+WINDOW = 72  # no whole chunks: three of them in a cache
+PARENTS = [-1, 0, 0, 1, 1]
+
+
+@dataclass(frozen=True)
+class On(Variant):
+    """``parents``: a tree's, else ``tokens`` are a chain, after ``context`` others."""
+
+    tokens: int = 3
+    context: int = 200
+    parents: tuple[int, ...] = ()
+    tp: int = 1
+
+
+CHAIN, TREE = On(), On(parents=tuple(PARENTS))
+TWO_SHOT = On(options={"all_reduce": "two_shot"}, ranks=2, tp=2)
+
+SEES = "return number + Op::kWindow > rows.position[h];"
+BIT = "return own < 32 && (rows.ancestors[h] >> (own & 31) & 1) != 0;"
+READ = "uint4 v[kStats + kBatch];"
+RELEASE = "Op::Partials::template release<1>(ctx, live.has(slot(j)), [&](u32) { return index(j); });"
+PUBLISH = "if (live.has(slot) && !attend(ctx, live, rows, slot, head)) return;\n            Op::Partials::publish(ctx);"
+HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
+OUTBOX = "        __syncwarp();\n        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;\n        if (token"
+
+MUTANTS = (
+    # -- what a token sees
+    Mutant("window: one more", one(ATTENTION, SEES, SEES.replace(">", ">=")), wrong="attended"),
+    Mutant("window: one less", one(ATTENTION, SEES, SEES.replace("h];", "h] + 1;")), wrong="attended"),
+    Mutant(
+        "window: of the first token",
+        one(ATTENTION, "rows.position[h] = ctx.position(token);", "rows.position[h] = ctx.context;"),
+        wrong="attended",
+    ),
+    Mutant(
+        "window: a chunk counts as whole too early",
+        one(ATTENTION, " && start + Op::kWindow > ctx.context + 15;", ";"),
+        wrong="attended",
+    ),
+    Mutant(
+        "ancestors: bits from the other end",
+        one(ATTENTION, BIT, BIT.replace("(own & 31)", "(15 - own & 31)")),
+        wrong="attended",
+        on=TREE,
+    ),
+    Mutant("ancestors: ignored", one(ATTENTION, BIT, "return own < ctx.tokens;"), wrong="attended", on=TREE),
+    # -- what stands where
+    Mutant(
+        "chunks: a ring of one more",
+        one(ATTENTION, "return begin % Op::kChunks;", "return begin % (Op::kChunks + 1);"),
+        wrong="attended",
+    ),
+    Mutant(
+        "values: the unseen count",
+        one(ATTENTION, "if (start < live.first || start + kKeyChunk > live.end) drop_unseen", "if (false) drop_unseen"),
+        wrong="attended",
+    ),
+    Mutant(
+        "values: one too many kept",
+        one(ATTENTION, ", end(ctx.context + ctx.tokens)", ", end(ctx.context + ctx.tokens + 1)"),
+        wrong="attended",
+    ),
+    Mutant(
+        "keys: written to the next slot",
+        one(HEADS, "number % Op::kRing, dim", "(number + 1) % Op::kRing, dim"),
+        wrong="rest of the cache",
+    ),
+    Mutant(
+        "values: written to another place",
+        one(HEADS, "place = number % kKeyChunk;", "place = (number ^ 4) % kKeyChunk;"),
+        wrong="next_v_cache",
+    ),
+    # -- merging
+    Mutant(
+        "merge: slots without keys count",
+        one(ATTENTION, "weight[j] = live.has(j * 32 + ctx.lane) ?", "weight[j] = true ?"),
+        wrong="attended",
+        on=On(context=20),
+    ),
+    Mutant(
+        "merge: one weight for both halves",
+        one(ATTENTION, "(even + half) % 32)", "even % 32)"),
+        wrong="attended",
+    ),
+    Mutant(
+        "merge: releases before it reads",
+        one(ATTENTION, READ, f"for (u32 j = 0; j < kStats + kSums; ++j) {RELEASE}\n{READ}"),
+        "deadlock race",
+        says="attention.merge",
+    ),
+    Mutant("merge: never releases", one(ATTENTION, RELEASE, ""), wrong="empty slots"),
+    Mutant(
+        "attend: says nothing of what it need not do",
+        one(ATTENTION, PUBLISH, PUBLISH.replace("Op::Partials", "if (live.has(slot)) Op::Partials")),
+        "deadlock",
+        says="attention.merge waits for channel 'attention_partials' (counter)",
+        on=On(COUNTER, context=20),
+    ),
+    # -- norms and rotations
+    Mutant("attended: a norm over two halves", one(ATTENTION, HALVES, HALVES.replace("8", "16", 1)), wrong="attended"),
+    Mutant("heads: a norm over two tokens", one(HEADS, HALVES, HALVES.replace("8", "16", 1)), wrong="next_q"),
+    Mutant(
+        "rotation: the other way",
+        one(HEADS, "dim < 32 ? -sine[e] : sine[e]", "dim < 32 ? sine[e] : -sine[e]"),
+        wrong="next_k_cache",
+    ),
+    Mutant(
+        "rotation: sines for cosines",
+        one(HEADS, "i * 32 + dim % 32", "(1 - i) * 32 + dim % 32"),
+        wrong="next_q",
+    ),
+    Mutant(
+        "rotation: by number",
+        one(HEADS, "valid ? ctx.position(token) : 0;", "ctx.context + token;"),
+        wrong="next_q",
+        on=TREE,
+    ),
+    # -- o_proj, its sum, and what comes after
+    Mutant(
+        "o_proj: no __syncwarp after the stores",
+        one(DENSE, OUTBOX, OUTBOX.removeprefix("        __syncwarp();\n")),
+        "race unwritten",
+        ((DENSE, "ptx::ld_shared_v4(scratch + ctx.lane * 16)"),),
+    ),
+    Mutant(
+        "scatter: to the wrong owner",
+        one(CHANNEL, "peer = owner >> shift,", "peer = (owner >> shift) ^ 1,"),
+        "deadlock",
+        says="all_reduce.sum waits for channel 'projected'",
+        on=TWO_SHOT,
+    ),
+    Mutant(
+        "rank sum: the first part twice",
+        one(RANK_SUM, "unpack<8>(v[part], more);", "unpack<8>(v[part - 1], more);"),
+        wrong="summed",
+        on=TWO_SHOT,
+    ),
+    Mutant(
+        "rank sum: in another order",
+        [
+            (RANK_SUM, "unpack<8>(v[0], total);", "unpack<8>(v[Op::kParts - 1], total);"),
+            (RANK_SUM, "unpack<8>(v[part], more);", "unpack<8>(v[Op::kParts - 1 - part], more);"),
+        ],
+        wrong="summed",
+        on=On(options=TWO_SHOT.options, tp=4),
+        missed="a sum in another order is as near; GPUs cannot differ in it, as one adds for all",
+    ),
+    Mutant(
+        "residual: the stream stays",
+        one(RESIDUAL, "Op::Stream::template release<2 * kN>(ctx, true, half);", ""),
+        wrong="empty slots",
+    ),
+)
+
+
+class Layers(Bench):
+    """The sliding-window layer of least heads."""
+
+    def checked(self, on: Variant) -> pipeline.Checked:
+        assert isinstance(on, On)
+        key = repr((on.tp, on.choices, on.options))
+        if key not in self._checked:
+            few = {"heads": 8 * on.tp, "kv_heads": 2 * on.tp, "window": WINDOW}
+            options: Any = {"config": tiny(on.tp).model_copy(update=few), **on.options}
+            request = pipeline.Request(
+                Path("muse_swa.py"), tp=on.tp, tokens=5, choices=dict(on.choices), options=options, tiny=True
+            )
+            self._checked[key] = pipeline.check(request)
+        return self._checked[key]
+
+    def run(self, on: Variant, library: Path, seed: int) -> list[Check]:
+        assert isinstance(on, On)
+        checked = self.checked(on)
+        step = Step.tree(on.parents, on.context) if on.parents else Step.chain(on.tokens, on.context)
+        key = f"{checked.graph.model_dump_json()} {on.ranks}"
+        if key not in self._weights:
+            self._weights[key] = Weights.random(checked.graph, on.ranks)
+        weights = self._weights[key]
+        with World(checked.plan, library, live=on.ranks, seed=seed, race=True, expire=on.expire) as world:
+            verifier = Verifier(world, checked.graph, weights.packed, weights.env)
+            override = routes(8, step.tokens, pool=16)
+            return verifier.check(step.tokens, seeds=on.inputs, step=step, route_override=override)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Layers(tmp_path_factory.mktemp("schedules"))
+    torch.set_num_threads(threads)
+
+
+def parameters() -> list[Any]:
+    marks = {m.name: [pytest.mark.xfail(strict=True, reason=m.missed)] if m.missed else [] for m in MUTANTS}
+    return [pytest.param(m, id=m.name, marks=marks[m.name]) for m in MUTANTS]
+
+
+@pytest.mark.parametrize("on", [CHAIN, TREE, TWO_SHOT], ids=["chain", "tree", "two-shot"])
+def test_nothing_is_wrong_with_the_headers_as_they_are(bench: Bench, on: On) -> None:
+    wrong = [str(c) for c in bench.run(on, bench.library(on, block.headers()), 1) if not c]
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("mutant", parameters())
+def test_the_fault_is_found(bench: Bench, mutant: Mutant) -> None:
+    # where numbers tell, every seed sees the same ones
+    block.test_every_seed_finds_the_fault(bench, replace(mutant, seeds=(1,)))

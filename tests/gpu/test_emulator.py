@@ -64,6 +64,52 @@ def test_a_tiny_layer_has_the_same_bits_but_for_approximations(
         assert worst <= DIFFERENCE, name
 
 
+# Attention comes first in a layer and has exponentials, so everything after it may differ, by a step of bf16 or two.
+STEPS = 2.0**-7
+
+
+def test_a_tiny_sliding_layer_differs_by_a_step_at_most(rig: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from dataclasses import replace
+
+    import torch
+
+    from megagen.bench.emulation import Emulation, Weights
+    from megagen.bench.inputs import Inputs
+    from megagen.bench.routes import routes
+    from megagen.bench.verify import Verifier
+    from megagen.runtime.session import Session
+    from megagen.runtime.step import Step
+    from megagen.weights.random import random_layer
+
+    checked = pipeline.check(pipeline.Request(Path("muse_swa.py"), "h200", tp=2, tiny=True))
+    shard = random_layer(checked.graph, 0, "cpu")
+    packed, env = shard.packed(), shard.env(2)
+    step = Step.random_tree(16, 140, seed=1)
+    inputs = Inputs.random(checked.graph, 1, 16, 0, torch.device("cpu"), step)
+    table = routes(16, 16, pool=16)
+    library = pipeline.emulated(checked, rig.settings)
+    emulation = Emulation(checked.plan, checked.graph, library, Weights([packed], env))
+    with emulation.world(seed=1) as world:
+        emulated = emulation.verifier(world).launch(inputs, table)
+    built = pipeline.build(checked, ["sm_90a"], rig.settings)
+    moved = replace(inputs, stream=inputs.stream.cuda(), ranks=({k: x.cuda() for k, x in inputs.ranks[0].items()},))
+    with Session(built.plan, built.artifacts["sm_90a"].path) as session:
+        there = {name: t.cuda() for name, t in packed.items()}
+        found = Verifier(session, built.graph, there, env).launch(moved, table)
+    assert emulated.keys() == found.keys()
+    for name, ours in emulated.items():
+        theirs = found[name].cpu()
+        if name == "routes":
+            assert torch.equal(ours[:, :8], theirs[:, :8])
+            continue
+        share = float((ours != theirs).float().mean())
+        largest = theirs.abs().float().amax(-1).clamp_min(1e-30)
+        worst = float(((ours - theirs).abs().float().amax(-1) / largest).max())
+        with capsys.disabled():
+            print(f"\nlayer: {name}: {share:.2e} of the words differ, {worst:.2e}", end="")  # noqa: T201
+        assert worst <= STEPS, name
+
+
 @pytest.mark.parametrize("name", ["multiply_bf16", "multiply_tf32", "multiply_tf32_low"])
 def test_mma_has_the_gpus_bits(name: str) -> None:
     """Random, far-apart, cancelling and subnormal operands, infinities and NaNs."""

@@ -51,9 +51,12 @@ PUBLISH = "if (live.has(slot) && !attend(ctx, live, rows, slot, head)) return;\n
 HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
 OUTBOX = "        __syncwarp();\n        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;\n        if (token"
 
+# Where NaN gets as far as the routing: the emulator keeps its sign, and with that one it means that nothing has come.
+NAN: Any = {"kinds": "deadlock", "says": "waits for channel 'routes'", "wrong": "attended"}
+
 MUTANTS = (
     # -- what a token sees
-    Mutant("window: one more", one(ATTENTION, OLDEST, "position - Op::kWindow;"), *NAN),
+    Mutant("window: one more", one(ATTENTION, OLDEST, "position - Op::kWindow;"), **NAN),
     Mutant("window: one less", one(ATTENTION, OLDEST, "position + 2 - Op::kWindow;"), wrong="attended"),
     Mutant(
         "window: of the first token",
@@ -66,14 +69,14 @@ MUTANTS = (
         wrong="attended",
     ),
     Mutant(
-        "ancestors: bits from the other end",
-        one(ATTENTION, OWN, f"__brev(uint32_t{OWN.removesuffix(';')}) >> 16;"),
+        "ancestors: bits the other way",
+        one(ATTENTION, OWN, OWN.replace(">>", "<>").replace("<<", ">>").replace("<>", "<<")),
         wrong="attended",
         on=TREE,
     ),
     Mutant(
         "ancestors: ignored",
-        one(ATTENTION, OWN, f"(before(first, ctx.context + ctx.tokens) & ~before(first, ctx.context));"),
+        one(ATTENTION, OWN, "(before(first, ctx.context + ctx.tokens) & ~before(first, ctx.context));"),
         wrong="attended",
         on=TREE,
     ),
@@ -81,17 +84,17 @@ MUTANTS = (
     Mutant(
         "chunks: a ring of one more",
         one(ATTENTION, "return begin % Op::kChunks;", "return begin % (Op::kChunks + 1);"),
-        wrong="attended",
+        **NAN,
     ),
     Mutant(
         "values: the unseen count",
         one(ATTENTION, "if (start < live.first || start + kKeyChunk > live.end) drop_unseen", "if (false) drop_unseen"),
-        wrong="attended",
+        **NAN,
     ),
     Mutant(
         "values: one too many kept",
         one(ATTENTION, ", end(ctx.context + ctx.tokens)", ", end(ctx.context + ctx.tokens + 1)"),
-        wrong="attended",
+        **NAN,
     ),
     Mutant(
         "keys: written to the next slot",
@@ -105,9 +108,10 @@ MUTANTS = (
     ),
     # -- merging
     Mutant(
-        "merge: slots without keys count",
-        one(ATTENTION, "weight[j] = whose[j] & 1 ?", "weight[j] = true ?"),
+        "merge: slots end with the ring",
+        one(ATTENTION, "(ones << s | (s == 0 ? 0 : ones >> (Op::kChunks - s)))", "(ones << s)"),
         wrong="attended",
+        on=On(context=200),
     ),
     Mutant(
         "merge: one weight for both halves",

@@ -1,4 +1,4 @@
-"""The sliding-window layer on emulated ranks: chains and trees, before, at and past the window; the same bits anyhow."""
+"""The sliding-window layer on emulated ranks: chains and trees, before and past the window; the same bits anyhow."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def differing(a: Any, b: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("tokens", "tree", "contexts"),
     [
-        (1, False, [0, WINDOW - 1, WINDOW + 1]),
-        (16, False, [1, WINDOW - 2, 4 * 64 - 3]),  # the last: around the end of the caches
-        (16, True, [63, WINDOW, 777]),
+        (1, False, [0, WINDOW + 1]),
+        (16, False, [WINDOW - 2]),
+        (16, True, [777]),
     ],
     ids=["one", "chain", "tree"],
 )
@@ -72,17 +72,17 @@ def test_two_ranks_before_at_and_past_the_window(emulate: Any, tokens: int, tree
 
 def test_eight_ranks(emulate: Any) -> None:
     kernel = emulate("muse_swa.py", ranks=8, seed=8, race=True, options=small(8))
-    kernel.check(tokens=16, context=300, tree=True, route_override=few(16))
+    kernel.check(tokens=2, context=300, tree=True, route_override=few(2))
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"split": "nk", "experts": "bf16"}, {"all_reduce": "two_shot", "next_rope": "no"}],
+    ("options", "context"),
+    [({"split": "nk", "experts": "bf16"}, 60), ({"all_reduce": "two_shot", "next_rope": "no"}, WINDOW)],
     ids=str,
 )
-def test_what_changes_the_arithmetic(emulate: Any, options: dict[str, str]) -> None:
+def test_what_changes_the_arithmetic(emulate: Any, options: dict[str, str], context: int) -> None:
     kernel = emulate("muse_swa.py", ranks=2, seed=5, options=options, race=True)
-    kernel.check(tokens=9, context=200, route_override=few(9))
+    kernel.check(tokens=9, context=context, route_override=few(9))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,8 @@ def test_live_ranks_stand_in_for_others(emulate: Any, tp: int, options: dict[str
 )
 def test_other_sizes(emulate: Any, layer: dict[str, int], tokens: int, context: int) -> None:
     kernel = emulate("muse_swa.py", ranks=1, seed=2, race=True, options=small(1, **layer))
-    kernel.check(tokens=tokens, context=context, tree=True, launches=2, route_override=few(tokens))
+    assert ("o_partials" in {c.name for c in kernel.plan.channels}) == (layer["heads"] > 16)
+    kernel.check(tokens=tokens, context=context, tree=True, route_override=few(tokens))
 
 
 @pytest.mark.parametrize("context", [(1 << 20) - 5, LAST])
@@ -112,24 +113,25 @@ def test_late_in_a_sequence(emulate: Any, context: int) -> None:
     """Without rotations, for which the table would be too long."""
     options = {**small(1, window=100), "next_rope": "no"}
     kernel = emulate("muse_swa.py", ranks=1, seed=3, race=True, options=options)
-    kernel.check(tokens=16, context=context, tree=True, route_override=few(16))
+    kernel.check(tokens=5, context=context, tree=True, route_override=few(5))
 
 
 def test_placement_and_interleaving_change_no_bit(emulate: Any) -> None:
     from megagen.bench.verify import Verifier
     from megagen.runtime.step import Step
 
-    steps = [Step.chain(2, WINDOW - 1), Step.tree([-1, 0, 0, 1, 1], 4 * 64 - 2)]
+    steps = [Step.chain(1, WINDOW - 1), Step.tree([-1, 0, 0], 4 * 64 - 2)]  # the end of the caches
 
-    def made(verifier: Verifier) -> list[Any]:
-        return [verifier.launch(verifier.inputs(s.tokens, 3, s), few(s.tokens)) for s in steps]
+    def made(verifier: Verifier, step: Step) -> Any:
+        return verifier.launch(verifier.inputs(step.tokens, 3, step), few(step.tokens))
 
-    want = made(emulate("muse_swa.py", ranks=2, options=small()).verifier)
+    usual = emulate("muse_swa.py", ranks=2, options=small()).verifier
+    want = [made(usual, step) for step in steps]
     for i, (name, more) in enumerate(PLACEMENTS.items()):
         kernel = emulate("muse_swa.py", ranks=2, seed=10 + i, race=True, options=small(), **more)
-        for step, a, b in zip(steps, want, made(kernel.verifier), strict=True):
-            assert not differing(a, b), f"{name}, seed {10 + i}, {step}"
-        assert not kernel.verifier.strays()
+        for k in (0, 1) if name == "unfused" else (i % 2,):  # a launch takes seconds
+            assert not differing(want[k], made(kernel.verifier, steps[k])), f"{name}, seed {10 + i}, {steps[k]}"
+            assert not kernel.verifier.strays()
         assert not [x for rank in kernel.world.ranks for x in rank.leftovers()]
 
 
@@ -154,7 +156,7 @@ def part(whole: Any, first: int, tokens: int, window: int) -> Any:
     return replace(whole, step=Step.chain(tokens, context), stream=ranks[0]["stream"], ranks=ranks)
 
 
-@pytest.mark.parametrize("context", [50, WINDOW - 8, 4 * 64 - 11])
+@pytest.mark.parametrize("context", [WINDOW - 8, 4 * 64 - 11])
 def test_a_chains_bits_depend_on_neither_launch_nor_row(emulate: Any, context: int) -> None:
     """A token after some others of its launch, and as the first of its own: the same bits in all that it makes."""
     from megagen.runtime.step import Step
@@ -177,12 +179,12 @@ def test_layers_in_a_row(emulate: Any) -> None:
 
     kernel = emulate("muse_swa.py", ranks=2, seed=9, race=True, options=small())
     verifier, world = kernel.verifier, kernel.world
-    step = Step.tree([-1, 0, 0], WINDOW - 2)
+    step = Step.tree([-1, -1], WINDOW - 2)
     packed = [Weights.random(verifier.graph, 2, seed).packed for seed in (4, 5)]
-    stack = Stack(world, packed, verifier.inputs(3, 1, step).ranks, layers=4)
+    stack = Stack(world, packed, verifier.inputs(2, 1, step).ranks, layers=4)
     for rank in world.ranks:
         rank.set_step(step)
-        rank.set_route_override(few(3))
+        rank.set_route_override(few(2))
     found = []
     for _ in range(2):
         stack.launch()
@@ -193,7 +195,7 @@ def test_layers_in_a_row(emulate: Any) -> None:
         a, b = words(first), words(second)
         assert a.keys() == {"stream_out", "next_q", "next_gate"} | CACHES
         assert all(a[name].equal(b[name]) for name in a)
-    ours, theirs = (made["stream_out"][:3] for made in found[1])
+    ours, theirs = (made["stream_out"][:2] for made in found[1])
     assert ours.isfinite().all()
     assert ours.equal(theirs)
     assert [rank.epoch() for rank in world.ranks] == [8, 8]

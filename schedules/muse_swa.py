@@ -32,6 +32,7 @@ def schedule(
     experts: str = "nvfp4",
     all_reduce: str = "one_shot",
     next_rope: str = "yes",
+    positions: int = muse_spark.POSITIONS,
     config: muse_spark.MuseSparkConfig | None = None,
 ) -> Schedule:
     g = muse_spark.sliding_layer(
@@ -41,6 +42,7 @@ def schedule(
         experts=experts,
         all_reduce=all_reduce,
         next_rope=next_rope == "yes",
+        positions=positions,
         config=config,
     )
     s = Schedule("muse_swa", g, machine, warps=12, choices=choices)
@@ -53,7 +55,8 @@ def schedule(
     dense = [g.o_proj, g.router, g.pooler, g.unpooler, g.next_qkvg]
     streams = [*dense, g.gate_up, g.down]
     s.assign(streams, load_weights=producer, math=math, reduce=reducer)
-    s.assign([op for op in dense if "finish" in op.roles], finish=finisher)
+    finished = [op for op in dense if "finish" in op.roles]
+    s.assign(finished, finish=finisher)
     s.assign(g.attention, attend=math, merge=math)
     s.assign([g.post_attention, g.pre_expert_norm, g.combine, g.residual], compute=math)
     s.assign(g.next_heads, write=math)
@@ -86,6 +89,8 @@ def schedule(
     empty = s.choice("summed", ALL_ONES, POSITIVE_ZERO)
     summed = flag() if kind == "flag" else lamport(empty, copies=3)
 
+    for op in finished:
+        s.sync(op.reduce >> op.finish, partials)
     s.sync(g.attention.attend >> g.attention.merge, handed)
     s.sync(g.attention >> g.o_proj, local)
     if all_reduce == "two_shot":
@@ -97,13 +102,11 @@ def schedule(
     s.sync(g.post_attention >> g.residual, handed)
     s.sync(g.post_attention >> g.router, local)
     s.sync(g.router.reduce >> g.top_k.select, local)
-    s.sync(g.pooler.reduce >> g.pooler.finish, partials)
     s.sync(g.pooler >> g.pre_expert_norm, exchange)
     s.sync(g.pre_expert_norm >> g.gate_up, local)
     s.sync(g.gate_up >> g.down, exchange)
     s.sync(g.down >> g.combine, exchange)
     s.sync(g.combine >> g.unpooler, local)
-    s.sync(g.unpooler.reduce >> g.unpooler.finish, partials)
     s.sync(g.unpooler >> g.residual, exchange)
     s.sync(g.residual >> g.next_qkvg, local)
     s.sync(g.next_qkvg >> g.next_heads, handed)

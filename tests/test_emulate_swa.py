@@ -20,8 +20,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "unfused": {"fused": False},
     "counter": {"choices": {"sync": "counter", "early_trigger": "True"}},
     "flag": {"choices": {"sync": "flag", "o_proj": "quarter"}},
-    "cluster": {"choices": {"sync": "cluster", "cluster": "2", "next_qkvg": "ring"}},
-    "moved": {"choices": {"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "36"}},
+    "cluster": {"choices": {"sync": "cluster", "cluster": "2", "next_qkvg": "3/8"}},
+    "moved": {"choices": {"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"}},
 }
 READABLE = {"attended", "projected", "normed", "unpooled", "stream_out", "next_normed", "next_q", "next_gate"}
 CACHES = {"next_k_cache", "next_v_cache"}
@@ -230,3 +230,18 @@ def test_a_launch_that_is_given_up_at_any_moment_ends(emulate: Any, sync: dict[s
             kernel.world.synchronize()
             assert not any(rank.leftovers() for rank in kernel.world.ranks)
     assert given_up
+
+
+def test_what_is_not_finite_hangs_nothing(emulate: Any) -> None:
+    """A negative NaN, an infinity: the launch ends, what they reach is not finite, and nothing is left over."""
+    import torch
+
+    kernel = emulate("muse_swa.py", ranks=1, seed=4, race=True, options=small(1))
+    places: dict[str, Any] = {"stream": 1, "q": 1, "v_cache": (0, 0, slice(None), 1)}  # of token 1
+    for name, word in (("stream", 0x7F80), ("q", -1), ("v_cache", -1)):
+        inputs = kernel.verifier.inputs(2, 0)
+        x = inputs.ranks[0][name]
+        x[places[name]] = torch.tensor(word, dtype=torch.int16).view(torch.bfloat16).to(x.dtype)
+        found = kernel.verifier.launch(inputs, few(2))
+        assert not found["stream_out"][1].isfinite().any()
+        assert not kernel.world.ranks[0].leftovers()

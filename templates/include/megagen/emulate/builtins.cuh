@@ -136,11 +136,14 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
 inline unsigned __float_as_uint(float v) { return ::megagen::emulate::bits<unsigned>(v); }
 inline float __uint_as_float(unsigned v) { return ::megagen::emulate::bits<float>(v); }
 
+// A GPU's arithmetic makes one NaN of any; the host's keeps sign and payload, and a negated one would read as "empty".
+inline float settled(float x) { return x != x ? __uint_as_float(0x7fffffffu) : x; }
+
 // Approximations on a GPU, here as exact as fp32 allows: tests/gpu measures how far apart they are.
-inline float __expf(float x) { return float(std::exp(double(x))); }
-inline float rsqrtf(float x) { return float(1.0 / std::sqrt(double(x))); }
+inline float __expf(float x) { return settled(float(std::exp(double(x)))); }
+inline float rsqrtf(float x) { return settled(float(1.0 / std::sqrt(double(x)))); }
 inline float __fdividef(float x, float y) { // zero beyond 2^126, as CUDA documents
     const float size = std::fabs(y);
-    if (size > 0x1p126f && size < INFINITY) return std::isfinite(x) ? std::copysign(0.0f, x) * y : NAN;
-    return x / y;
+    if (size > 0x1p126f && size < INFINITY) return settled(std::isfinite(x) ? std::copysign(0.0f, x) * y : NAN);
+    return settled(x / y);
 }

@@ -45,6 +45,19 @@ MEGAGEN_DEVICE void add_row(float (&y)[8], uint4 low, uint4 high) {
     for (u32 i = 0; i < 8; ++i) y[i] += __uint_as_float(word[i]);
 }
 
+// Eight elements of kParts ranks' contributions in bf16, added in rank order.
+template <u32 kParts>
+MEGAGEN_DEVICE void sum_parts(const uint4* v, float (&sum)[8]) {
+    unpack<8>(v[0], sum);
+#pragma unroll
+    for (u32 part = 1; part < kParts; ++part) {
+        float more[8];
+        unpack<8>(v[part], more);
+#pragma unroll
+        for (u32 e = 0; e < 8; ++e) sum[e] += more[e];
+    }
+}
+
 // 1 + w of eight consecutive elements; gains are kept as the checkpoint has them.
 MEGAGEN_DEVICE void load_gain(const u8* base, u32 element, float (&gain)[8]) {
 #pragma unroll

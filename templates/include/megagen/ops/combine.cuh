@@ -123,14 +123,7 @@ struct Combine {
         uint4 v[Op::kParts];
         if (!Op::In::read(ctx, v, true, [&](u32 part) { return part * kPartStride + element; })) return false;
         float sum[8];
-        unpack<8>(v[0], sum);
-#pragma unroll
-        for (u32 part = 1; part < Op::kParts; ++part) {
-            float more[8];
-            unpack<8>(v[part], more);
-#pragma unroll
-            for (u32 e = 0; e < 8; ++e) sum[e] += more[e];
-        }
+        megagen::sum_parts<Op::kParts>(v, sum);
 #pragma unroll
         for (u32 e = 0; e < 4; ++e) to[e] = ptx::cvt_bf16x2(sum[2 * e], sum[2 * e + 1]);
         return true;

@@ -30,14 +30,7 @@ struct RankSum {
                               [&](u32 part) { return (part * Ctx::Kernel::kTokens + token) * Op::kWidth + element; }))
                 return;
             float total[8];
-            unpack<8>(v[0], total);
-#pragma unroll
-            for (u32 part = 1; part < Op::kParts; ++part) {
-                float more[8];
-                unpack<8>(v[part], more);
-#pragma unroll
-                for (u32 e = 0; e < 8; ++e) total[e] += more[e];
-            }
+            sum_parts<Op::kParts>(v, total);
             Op::Out::send(ctx, token, element,
                           uint4{ptx::cvt_bf16x2(total[0], total[1]), ptx::cvt_bf16x2(total[2], total[3]),
                                 ptx::cvt_bf16x2(total[4], total[5]), ptx::cvt_bf16x2(total[6], total[7])});

@@ -106,16 +106,7 @@ struct Residual {
                                   [&](u32 j) { return element(i + j / Op::kParts) + j % Op::kParts * kPartStride; }))
                     return false;
 #pragma unroll
-                for (u32 j = 0; j < kBatch; ++j) {
-                    unpack<8>(v[j * Op::kParts], n[i + j]);
-#pragma unroll
-                    for (u32 part = 1; part < Op::kParts; ++part) {
-                        float more[8];
-                        unpack<8>(v[j * Op::kParts + part], more);
-#pragma unroll
-                        for (u32 e = 0; e < 8; ++e) n[i + j][e] += more[e];
-                    }
-                }
+                for (u32 j = 0; j < kBatch; ++j) sum_parts<Op::kParts>(v + j * Op::kParts, n[i + j]);
             }
         }
         return true;

@@ -29,7 +29,7 @@ struct Context {
     u32 lane = threadIdx.x % 32;
     u32 tokens = 0;
     u32 context = 0; // tokens in the caches before this launch's
-    u32 odd = 0; // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
+    u32 odd = 0;     // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
     u32 third = 0;
     ptx::Step step = 0;
     bool dead = false;

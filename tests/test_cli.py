@@ -463,8 +463,10 @@ def test_an_interrupt_exits_130(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_interrupt_does_not_wait_for_threads() -> None:
     """A compiler's thread can be neither stopped nor waited for."""
     code = """
-import threading, time
+import signal, threading, time
 from megagen.cli import main, pipeline
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
 
 def check(request):
     threading.Thread(target=time.sleep, args=(100,)).start()

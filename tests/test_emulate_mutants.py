@@ -69,7 +69,8 @@ class Mutant:
     wrong: str = ""
     on: Variant = Variant()
     missed: str = ""  # why the emulator cannot find it
-    seeds: Sequence[int] = SEEDS  # fewer where it takes an unlucky moment
+    seeds: Sequence[int] = SEEDS  # other ones where it takes an unlucky moment
+    once: bool = False  # a moment so unlucky that one of the seeds is enough
 
 
 # Lines that reports lead to.
@@ -655,7 +656,8 @@ MUTANTS = (
         "left",
         ((CHANNEL, "ptx::st_async("),),
         on=Variant(CLUSTER, expire=Expire.ANY),
-        seeds=(15,),  # gives up while a store to another block is under way
+        seeds=range(80),  # about every twelfth gives up while a store to another block is under way
+        once=True,
     ),
     # -- launches
     Mutant(
@@ -801,9 +803,12 @@ def test_every_seed_finds_the_fault(bench: Bench, mutant: Mutant) -> None:
             assert not lines or re.search("|".join(rf"{re.escape(line)}\b" for line in lines), found), (lines, found)
             assert mutant.says in found
             assert re.search(r"\b\w+\.\w+\b", error.message), f"no step: {found}"
+            if mutant.once:
+                return
         except DeviceError as error:
-            assert mutant.wrong
+            assert mutant.once or mutant.wrong
             assert mutant.wrong in str(error)
         else:
             wrong = [c.name for c in checks if not c]
-            assert mutant.wrong in wrong, f"seed {seed} finds nothing wrong but {wrong}"
+            assert mutant.once or mutant.wrong in wrong, f"seed {seed} finds nothing wrong but {wrong}"
+    assert not mutant.once, f"none of {len(mutant.seeds)} seeds finds it"

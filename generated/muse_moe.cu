@@ -348,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
       ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
       ctx.step = 1;
       ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
+      ctx.step = 2;
       ctx.attach();
       ctx.step = 3;
       ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
@@ -355,14 +356,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
       ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
       ctx.step = 5;
       ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
+      ctx.step = 6;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 7;
       ctx.attach();
       ctx.step = 8;
       ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:44
       ctx.step = 9;
       ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      ctx.step = 10;
       Channel<channel::Normed>::reset(ctx);  // muse_moe.py:46
       Channel<channel::Logits>::reset(ctx);  // muse_moe.py:46
       Channel<channel::Routes>::reset(ctx);  // muse_moe.py:46
@@ -374,6 +378,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
       Channel<channel::Unpooled>::reset(ctx);  // muse_moe.py:46
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 11;
       ctx.attach();
       ctx.step = 12;
       ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_moe.py:42
@@ -387,6 +392,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:42
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 17;
       ctx.attach();
       ctx.step = 18;
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:43
@@ -397,6 +403,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 20;
       ctx.attach();
       ctx.step = 21;
       ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:45
@@ -416,6 +423,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
       ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
       ctx.step = 29;
       ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 30;
       ctx.trigger();  // muse_moe.py:82
     }
   }

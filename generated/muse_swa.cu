@@ -507,6 +507,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
       ctx.step = 2;
       ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ctx.step = 3;
       ctx.attach();
       ctx.step = 4;
       ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
@@ -516,14 +517,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
       ctx.step = 7;
       ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ctx.step = 8;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 9;
       ctx.attach();
       ctx.step = 10;
       ops::TopK<policy::TopK>::select(ctx);  // muse_swa.py:63
       ctx.step = 11;
       ops::TopK<policy::TopK>::tables(ctx);  // muse_swa.py:63
+      ctx.step = 12;
       Channel<channel::Attended>::reset(ctx);  // muse_swa.py:64
       Channel<channel::Projected>::reset(ctx);  // muse_swa.py:64
       Channel<channel::Normed>::reset(ctx);  // muse_swa.py:64
@@ -538,6 +542,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       Channel<channel::NextNormed>::reset(ctx);  // muse_swa.py:64
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 13;
       ctx.attach();
       ctx.step = 14;
       ops::DenseGemm<policy::OProj>::reduce(ctx);  // muse_swa.py:57
@@ -555,6 +560,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // muse_swa.py:57
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 21;
       ctx.attach();
       ctx.step = 22;
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_swa.py:59
@@ -565,6 +571,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 24;
       ctx.attach();
       ctx.step = 25;
       ops::Attention<policy::Attention>::attend<4>(ctx);  // muse_swa.py:60
@@ -594,6 +601,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // muse_swa.py:57
       ctx.step = 38;
       ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // muse_swa.py:62
+      ctx.step = 39;
       ctx.trigger();  // muse_swa.py:113
     }
   }

@@ -131,17 +131,16 @@ def _program(plan: Plan, program: ProgramPlan, first: bool) -> _Program:
 
 def _step(plan: Plan, step: StepPlan) -> Iterator[str]:
     where = at(step.source, "  // ")
+    yield f"ctx.step = {step.index};"
     if step.op is not None:
         op = plan.op(step.op)
         args = f"<{', '.join(map(str, step.args))}>" if step.args else ""
-        yield f"ctx.step = {step.index};"
         yield f"ops::{op.struct}<policy::{camel(op.name)}>::{step.call}{args}(ctx);{where}"
     elif step.call == "reset":
         for name in step.writes:
             yield f"Channel<channel::{camel(name)}>::reset(ctx);{where}"
     elif step.call in ("signal_point", "wait_point"):
         verb = "arrive" if step.call == "signal_point" else "wait"
-        yield f"ctx.step = {step.index};"
         yield f"Event<barrier::{camel(step.barriers[0].barrier)}>::{verb}(ctx);{where}"
     else:
         yield f"ctx.{step.call}();{where}"

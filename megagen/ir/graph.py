@@ -144,8 +144,9 @@ class RoleSpec(Frozen):
     ``every_block``: runs in each block (block-scope outputs), else its tiles are spread over the blocks.
     ``stream``: loads the op's weight through the ring; ``ring``: consumes it; ``accum``: 'out' hands
     accumulators to the op's reduce role through shared memory, 'in' takes them. ``hands_back``: it reads each element
-    of its ports in one block only, and can empty it for the next launch. ``registers``: below this many a thread
-    ptxas spills (seen in the op's own kernel on sm_90a); 0: any number will do.
+    of its ports in one block only, and can empty it for the next launch. ``regions``: purposes of :meth:`Op.shared`
+    that it uses. ``registers``: below this many a thread ptxas spills (seen in the op's own kernel on sm_90a); 0: any
+    number will do.
     """
 
     name: str
@@ -158,6 +159,7 @@ class RoleSpec(Frozen):
     ring: bool = False
     accum: str | None = None
     hands_back: bool = False
+    regions: tuple[str, ...] = ()
     registers: int = 0
 
 

@@ -199,6 +199,7 @@ class OpPlan(Frozen):
     regions: Mapping[str, str]  # purpose -> region name ("scratch", ...)
     roles: Mapping[str, tuple[int, ...]]  # role -> warps that the schedule gave it
     specs: tuple[RoleSpec, ...]  # what the roles accept
+    publishes: Mapping[str, tuple[int, Per]] = {}  # role that writes -> how often, over all blocks of a rank
     sources: Mapping[str, Source] = {}  # role -> the line that placed it
     stream: StreamPlan | None
     weight_bytes: int  # of one launch at the plan's nominal routing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from megagen.dsl.schedule import Prefetch, Schedule
@@ -30,6 +31,7 @@ from megagen.ir.plan import (
     SyncKind,
     WeightPlan,
 )
+from megagen.ir.touches import prefetch_uses, role_uses
 from megagen.lower.channels import Edges, counted, layout
 from megagen.lower.memory import Arena
 from megagen.ops.expert_gemm import ExpertGemm
@@ -286,7 +288,7 @@ class _Lowering:
             barriers={"group": f"group_{op.name}"} if compute else {},
             regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()},
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
-            specs=op.roles(),
+            specs=op.roles(), publishes={r.name: op.publishes(r.name) for r in op.roles() if r.writes},
             sources={role: source(loc) for (o, role), (_, loc) in self.s.roles.items() if o == op.name}, stream=stream,
             weight_bytes=cost.weight_bytes, activation_bytes=cost.activation_bytes, operations=cost.operations,
             source=source(locs[0] if locs else None),
@@ -341,7 +343,7 @@ class _Lowering:
                 if p.into.l2 and p.at == op.name and p.warp == warp and (self.fused or p.op == op.name):
                     if begin is not None:
                         steps.append(self._point("wait_point", f"begin_{op.name}", p.loc))
-                    steps.append(self._prefetch_l2(p))
+                    steps.append(self._prefetch_l2(p, channels))
             for role in op.roles():
                 warps = self.roles.get((op.name, role.name), ())
                 if warp in warps:
@@ -402,72 +404,29 @@ class _Lowering:
         writes = tuple(ports[p] for p in spec.writes if ports[p] in channels)
         where = source(self.s.roles[op.name, role][1])
 
-        def step(call: str, args: tuple[int, ...], uses: list[BarrierUse]) -> StepPlan:
-            waits = [self._channel_wait(channels[n]) for n in reads]
-            arrivals = [
-                BarrierUse(barrier=channels[n].barrier or "", action="arrive", per="launch")
-                for n in writes
-                if channels[n].kind is SyncKind.MBARRIER
-            ]
-            # the reader says how many bytes its cluster will send
-            arrivals += [
-                BarrierUse(barrier=channels[n].barrier or "", action="expect_tx", per="launch")
-                for n in reads
-                if channels[n].kind is SyncKind.CLUSTER
-            ]
+        barriers = {"group": f"group_{op.name}"} if role == "compute" else {}
+        uses = role_uses(spec, barriers, [channels[n] for n in reads], [channels[n] for n in writes])
+
+        def step(*args: int) -> StepPlan:
             return StepPlan(
-                op=op.name, call=call, args=args, reads=reads, writes=writes,
-                barriers=(*(w for w in waits if w is not None), *uses, *arrivals), index=0, source=where,
-            )  # fmt: skip
+                op=op.name, call=role, args=args, reads=reads, writes=writes, barriers=uses, index=0, source=where
+            )
 
         if spec.stream:
             return self._loads(op, step)
-        uses: list[BarrierUse] = []
-        if spec.ring:
-            uses += [
-                BarrierUse(barrier="ring_full", action="wait", per="stage"),
-                BarrierUse(barrier="ring_empty", action="arrive", per="stage"),
-            ]
-        if spec.accum == "out":
-            uses += [
-                BarrierUse(barrier="accum_empty", action="wait", per="tile", start=1),
-                BarrierUse(barrier="accum_full", action="arrive", per="tile"),
-            ]
-        if spec.accum == "in":
-            uses += [
-                BarrierUse(barrier="accum_full", action="wait", per="tile"),
-                BarrierUse(barrier="accum_empty", action="arrive", per="tile"),
-            ]
-        if role == "compute":
-            group = f"group_{op.name}"
-            uses += [
-                BarrierUse(barrier=group, action="arrive", per="tile"),
-                BarrierUse(barrier=group, action="wait", per="tile"),
-            ]
-        args = (warps[0],) if max(spec.warps) > 1 else ()  # each of several finds its share by the first one's index
-        return [step(role, args, uses)]
+        return [step(*warps[:1])] if max(spec.warps) > 1 else [step()]  # each of several counts from the first one
 
-    def _channel_wait(self, channel: ChannelPlan) -> BarrierUse | None:
-        if channel.barrier is None:
-            return None
-        return BarrierUse(barrier=channel.barrier, action="wait", per="launch")
-
-    def _loads(self, op: Op, step: object) -> list[StepPlan]:
-        assert callable(step)
+    def _loads(self, op: Op, step: Callable[..., StepPlan]) -> list[StepPlan]:
         stage = op.stage()
         assert stage is not None
         cap = self._cap(op.name, stage["bytes"])
-        uses = [
-            BarrierUse(barrier="ring_empty", action="wait", per="stage", start=1),
-            BarrierUse(barrier="ring_full", action="expect_tx", per="stage"),
-        ]
         for p in self.s.prefetches:
             if p.op == op.name and p.into.ring and p.share < 1 and p.at is not None and self.fused:
                 split = round(p.share * WHOLE)
                 point = self._point("wait_point", f"point_{p.at}", p.loc)
-                before = [step("load_weights", (0, split, cap), uses)] if split else []
-                return [*before, point, step("load_weights", (split, WHOLE, cap), uses)]
-        return [step("load_weights", (0, WHOLE, cap), uses)]
+                before = [step(0, split, cap)] if split else []
+                return [*before, point, step(split, WHOLE, cap)]
+        return [step(0, WHOLE, cap)]
 
     def _cap(self, op: str, stage_bytes: int) -> int:
         """Stages in flight: the last directive that speaks of the op, else the last general one."""
@@ -482,19 +441,18 @@ class _Lowering:
             )  # fmt: skip
         return min(stages, self.ring.stages)
 
-    def _prefetch_l2(self, p: Prefetch) -> StepPlan:
+    def _prefetch_l2(self, p: Prefetch, channels: dict[str, ChannelPlan]) -> StepPlan:
         op = self.g.op(p.op)
         split = round(p.share * WHOLE)
         first, last = (split, WHOLE) if p.into.ring else (0, split)
         ports = {**op.inputs, **op.outputs}
         reads = tuple(ports[x] for x in op.role("load_weights").reads)
-        waits = tuple(BarrierUse(barrier="table_ready", action="wait", per="launch") for _ in reads)
         return StepPlan(
             op=op.name,
             call="prefetch_l2",
             args=(first, last),
             reads=reads,
-            barriers=waits,
+            barriers=prefetch_uses(channels[name] for name in reads),
             index=0,
             source=source(p.loc),
         )

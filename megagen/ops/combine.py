@@ -32,7 +32,13 @@ class Combine(Op):
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
             RoleSpec(
-                name="compute", warps=(8,), align=4, reads=("in", "routes", "table"), writes=("out",), registers=160
+                name="compute",
+                warps=(8,),
+                align=4,
+                reads=("in", "routes", "table"),
+                writes=("out",),
+                regions=("scratch",),
+                registers=160,
             ),
         )
 

@@ -40,7 +40,7 @@ class Residual(Op):
         return (
             RoleSpec(
                 name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=writes, hands_back=True,
-                registers=160,
+                regions=("scratch",), registers=160,
             ),
         )  # fmt: skip
 

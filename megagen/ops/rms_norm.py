@@ -24,7 +24,7 @@ class RmsNorm(Op):
     in_dtype: DType
 
     def roles(self) -> tuple[RoleSpec, ...]:
-        return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in",), writes=("out",)),)
+        return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in",), writes=("out",), regions=("scratch",)),)
 
     def constants(self) -> dict[str, int | float]:
         return {"kWidth": self.width, "kEps": self.eps}

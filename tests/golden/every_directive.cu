@@ -366,6 +366,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
       ctx.step = 1;
       ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
+      ctx.step = 2;
       ctx.attach();
       ctx.step = 3;
       ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:31
@@ -377,10 +378,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       Event<barrier::PointDown>::wait(ctx);  // every_directive.py:44
       ctx.step = 7;
       ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:31
+      ctx.step = 8;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 9;
       ctx.attach();
+      ctx.step = 10;
       ctx.trigger();  // every_directive.py:54
       ctx.step = 11;
       ops::TopK<policy::TopK>::select(ctx);  // every_directive.py:37
@@ -390,6 +394,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:44
       ctx.step = 14;
       ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:44
+      ctx.step = 15;
       Channel<channel::Normed>::reset(ctx);  // every_directive.py:39
       Channel<channel::Routes>::reset(ctx);  // every_directive.py:39
       Channel<channel::Pooled>::reset(ctx);  // every_directive.py:39
@@ -401,6 +406,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:39
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 16;
       ctx.attach();
       ctx.step = 17;
       ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:32
@@ -420,6 +426,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:32
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 25;
       ctx.attach();
       ctx.step = 26;
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:33
@@ -434,6 +441,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
   else {
     ptx::setmaxnreg_inc<200>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 30;
       ctx.attach();
       ctx.step = 31;
       ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:38

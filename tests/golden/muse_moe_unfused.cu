@@ -344,10 +344,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
+      ctx.step = 0;
       ctx.attach();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 1;
       ctx.attach();
+      ctx.step = 2;
       Channel<channel::Normed>::reset(ctx);  // muse_moe.py:46
       Channel<channel::Logits>::reset(ctx);  // muse_moe.py:46
       Channel<channel::Routes>::reset(ctx);  // muse_moe.py:46
@@ -359,15 +362,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const
       Channel<channel::Unpooled>::reset(ctx);  // muse_moe.py:46
     }
     else if (ctx.warp <= 3) {  // warps 2 to 3
+      ctx.step = 3;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 4;
       ctx.attach();
       ctx.step = 5;
       ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 6;
       ctx.trigger();  // muse_moe.py:82
     }
   }
@@ -382,25 +388,32 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __gri
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 7;
       ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
+      ctx.step = 8;
       ctx.attach();
+      ctx.step = 9;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 10;
       ctx.attach();
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 11;
       ctx.attach();
       ctx.step = 12;
       ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_moe.py:42
+      ctx.step = 13;
       ctx.trigger();  // muse_moe.py:82
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 14;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 15;
       ctx.attach();
       ctx.step = 16;
       ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:42
@@ -417,27 +430,34 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __gri
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 17;
       ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
+      ctx.step = 18;
       ctx.attach();
+      ctx.step = 19;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 20;
       ctx.attach();
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 21;
       ctx.attach();
       ctx.step = 22;
       ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_moe.py:42
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 23;
       ctx.attach();
       ctx.step = 24;
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:43
+      ctx.step = 25;
       ctx.trigger();  // muse_moe.py:82
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 26;
       ctx.attach();
       ctx.step = 27;
       ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:42
@@ -452,23 +472,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
+      ctx.step = 28;
       ctx.attach();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 29;
       ctx.attach();
       ctx.step = 30;
       ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:44
       ctx.step = 31;
       ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      ctx.step = 32;
       ctx.trigger();  // muse_moe.py:82
     }
     else if (ctx.warp <= 3) {  // warps 2 to 3
+      ctx.step = 33;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 34;
       ctx.attach();
     }
   }
@@ -481,15 +506,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_expert_norm(co
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp <= 3) {  // warps 0 to 3
+      ctx.step = 35;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 36;
       ctx.attach();
       ctx.step = 37;
       ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 38;
       ctx.trigger();  // muse_moe.py:82
     }
   }
@@ -502,29 +530,36 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __gr
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
+      ctx.step = 39;
       ctx.attach();
       ctx.step = 40;
       ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
+      ctx.step = 41;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 42;
       ctx.attach();
       ctx.step = 43;
       ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 44;
       ctx.attach();
       ctx.step = 45;
       ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_moe.py:42
+      ctx.step = 46;
       ctx.trigger();  // muse_moe.py:82
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 47;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 48;
       ctx.attach();
       ctx.step = 49;
       ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_moe.py:42
@@ -539,29 +574,36 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
+      ctx.step = 50;
       ctx.attach();
       ctx.step = 51;
       ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
+      ctx.step = 52;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 53;
       ctx.attach();
       ctx.step = 54;
       ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 55;
       ctx.attach();
       ctx.step = 56;
       ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_moe.py:42
+      ctx.step = 57;
       ctx.trigger();  // muse_moe.py:82
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 58;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 59;
       ctx.attach();
       ctx.step = 60;
       ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_moe.py:42
@@ -576,23 +618,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_combine(const __gr
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
+      ctx.step = 61;
       ctx.attach();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 62;
       ctx.attach();
       ctx.step = 63;
       ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
     }
     else if (ctx.warp <= 3) {  // warps 2 to 3
+      ctx.step = 64;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 65;
       ctx.attach();
       ctx.step = 66;
       ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 67;
       ctx.trigger();  // muse_moe.py:82
     }
   }
@@ -607,27 +654,34 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __g
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 68;
       ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
+      ctx.step = 69;
       ctx.attach();
+      ctx.step = 70;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 71;
       ctx.attach();
     }
     else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 72;
       ctx.attach();
       ctx.step = 73;
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:42
     }
     else if (ctx.warp == 3) {  // warp 3
+      ctx.step = 74;
       ctx.attach();
       ctx.step = 75;
       ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:43
+      ctx.step = 76;
       ctx.trigger();  // muse_moe.py:82
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 77;
       ctx.attach();
       ctx.step = 78;
       ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
@@ -642,15 +696,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_residual(const __g
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp <= 3) {  // warps 0 to 3
+      ctx.step = 79;
       ctx.attach();
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
+      ctx.step = 80;
       ctx.attach();
       ctx.step = 81;
       ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 82;
       ctx.trigger();  // muse_moe.py:82
     }
   }

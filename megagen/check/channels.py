@@ -1,4 +1,4 @@
-"""Every hand-off uses a primitive that can carry it, and its memory is empty again before it is used again."""
+"""Every hand-off uses a primitive that can carry it, with the right count, and an "empty" that nobody writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from megagen.check.finding import Finding, placed, proved, refuse, steps, title
 from megagen.ir.graph import DType, Scope
-from megagen.ir.plan import ChannelPlan, Plan, Reset, SyncKind
+from megagen.ir.plan import ChannelPlan, Plan, Reset, StepPlan, SyncKind
+from megagen.ir.touches import COUNTED, IN_SHARED, region
 
 RULE = "channels"
 LEGAL = {
@@ -24,25 +25,28 @@ WHY = {
 }
 SYNCS = {s: " or ".join(f"{k.value}()" for k in sorted(kinds)) for s, kinds in LEGAL.items()}
 ALL_ONES = 0xFFFFFFFF  # a NaN that no conversion makes; neither an expert's id nor a weight's bits
-# Launches that may touch a channel at once: ranks are never more than one apart, for each needs the others' data.
-LEAST_COPIES = {Scope.RANK: 2, Scope.WORLD: 3}
-COUNTED = {SyncKind.COUNTER, SyncKind.FLAG}
 MOST_COPIES = 3  # comm/channel.cuh
 
 
 def channels(plan: Plan) -> Iterator[Finding]:
-    """Scopes, empty values, reuse across launches; warns of fences that wait for bulk loads."""
+    """Scopes, empty values, counts, places of messages; warns of fences that wait for bulk loads."""
     for c in plan.channels:
         _scope(plan, c)
         if c.kind is SyncKind.LAMPORT:
             _empty(c)
-        _reuse(plan, c)
+        _copies(c)
         _ends(plan, c)
+        _counts(plan, c)
+        if c.kind not in IN_SHARED:
+            _layout(plan, c)
     for c in plan.channels:
         yield from _fault(c)
         if c.kind in COUNTED:
             yield from _price(plan, c)
-    yield proved(RULE, f"{len(plan.channels)} channels: scope, empty values, reuse across launches")
+    flags = sum(c.kind is SyncKind.LAMPORT for c in plan.channels)
+    yield proved(RULE, f"{len(plan.channels)} channels: each by a primitive that reaches its readers, who wait for all")
+    yield proved(RULE, f"{flags} of them are their own flag: no writer can produce the word that means empty")
+    yield proved(RULE, "messages of ranks and rows stand apart, each within its copy")
 
 
 def _scope(plan: Plan, c: ChannelPlan) -> None:
@@ -55,7 +59,7 @@ def _scope(plan: Plan, c: ChannelPlan) -> None:
             plan.launch.source,
             hint=f"use {SYNCS[c.scope]}",
         )
-    if c.kind in (SyncKind.MBARRIER, SyncKind.CLUSTER) and c.barrier is None:
+    if c.kind in IN_SHARED and c.barrier is None:
         refuse(RULE, f"{c.name} has no barrier", c.source)
     if c.kind is SyncKind.MBARRIER and not all(placed(plan)[w.op, w.role].every_block for w in c.writers):
         refuse(RULE, f"{c.name} stays in each block, but not every block writes it", c.source)
@@ -70,6 +74,8 @@ def _scope(plan: Plan, c: ChannelPlan) -> None:
             )
         if {w.op for w in c.writers} != {r.op for r in c.readers} or len(c.shape) != 4 or c.shared_offset is None:
             refuse(RULE, f"{c.name} is not one op's partial sums, which is all that a cluster carries", c.source)
+        if c.shared_offset != next((r.offset for r in plan.regions if r.name == region(c)), None):
+            refuse(RULE, f"{c.name} is at {c.shared_offset} of shared memory, which is not its region", c.source)
 
 
 def _empty(c: ChannelPlan) -> None:
@@ -87,36 +93,48 @@ def _empty(c: ChannelPlan) -> None:
     )
 
 
-def _reuse(plan: Plan, c: ChannelPlan) -> None:
-    if c.kind in (SyncKind.MBARRIER, SyncKind.CLUSTER):
+def _copies(c: ChannelPlan) -> None:
+    """What the header library can do; whether it suffices is the business of :mod:`megagen.check.races`."""
+    if c.kind in IN_SHARED:
         if c.copies != 1 or c.reset is not Reset.NONE:
             refuse(RULE, f"{c.name} is fresh in every launch: one copy, no reset", c.source)
         return
-    if c.reset is Reset.NONE:
-        refuse(RULE, f"{c.name} is never emptied for the launches to come", c.source, hint="reset=by_launch")
-    if c.reset is Reset.LAUNCH:
-        least = LEAST_COPIES[c.scope]
-        if c.copies < least:
-            ahead = (
-                "a faster rank may be a launch ahead" if c.scope is Scope.WORLD else "one is in use while it empties"
-            )
-            refuse(RULE, f"{c.name} has copies={c.copies}, it needs {least}: {ahead}", c.source, hint=f"copies={least}")
-        if c.copies > MOST_COPIES:
-            refuse(RULE, f"{c.name} has copies={c.copies}: at most {MOST_COPIES}", c.source, hint=f"copies={least}")
-        return
-    readers, hint = ", ".join(map(str, c.readers)), "reset=by_launch"
-    if c.kind is not SyncKind.LAMPORT:
-        refuse(RULE, f"a reader cannot reset the {c.kind.value} of {c.name}", c.source, hint=hint)
-    if c.scope is not Scope.RANK:
+    if not 1 <= c.copies <= MOST_COPIES:
+        refuse(RULE, f"{c.name} has copies={c.copies}: 1 to {MOST_COPIES}", c.source, hint=f"copies={MOST_COPIES}")
+    if c.reset is Reset.READER and c.kind is not SyncKind.LAMPORT:
+        refuse(RULE, f"a reader cannot reset the {c.kind.value} of {c.name}", c.source, hint="reset=by_launch")
+
+
+def _layout(plan: Plan, c: ChannelPlan) -> None:
+    """Messages [rank][row][shard] fill a copy, and no two share an element."""
+    ranks = plan.tp if c.scope is Scope.WORLD else 1
+    elements = math.prod(c.shape)
+    rows, rest = divmod(elements, max(1, ranks * c.shard))
+    if rest or not rows:
+        refuse(RULE, f"{c.name}: {ranks} x rows of {c.shard} elements do not make its {elements}", c.source)
+    if ranks == 1 and c.rank_stride and c.scope is not Scope.WORLD:
+        refuse(RULE, f"{c.name} stays on its rank, and has places for messages of others", c.source)
+    if plan.tokens not in c.shape:
+        refuse(RULE, f"{c.name} {list(c.shape)} has no place for each of {plan.tokens} tokens", c.source)
+    need = c.shard
+    for stride, n, what in sorted([(c.row_stride, rows, "rows"), (c.rank_stride, ranks, "ranks")]):
+        if n > 1 and stride < need:
+            refuse(RULE, f"{c.name}: {what} stand {stride} elements apart, and {need} belong to one", c.source)
+        need += (n - 1) * stride
+    if need > elements:
+        refuse(RULE, f"{c.name}: the last message ends at element {need} of {elements}", c.source)
+
+
+def _counts(plan: Plan, c: ChannelPlan) -> None:
+    """A counter's or flag's readers go on when all of its writers have published, and not before."""
+    writer = c.writers[0]
+    count, per = plan.op(writer.op).publishes.get(writer.role, (0, c.arrivals_per))
+    if (c.arrivals, c.arrivals_per) != (count, per):
         refuse(
-            RULE, f"{c.name} comes from other ranks: they cannot see that a reader has emptied it", c.source, hint=hint
+            RULE,
+            f"readers of {c.name} wait for {c.arrivals} a {c.arrivals_per}, {writer} publishes {count} a {per}",
+            c.source,
         )
-    if c.copies != 1:
-        refuse(RULE, f"{c.name} is emptied by its reader: one copy, not {c.copies}", c.source, hint="copies=1")
-    if len(c.readers) != 1:
-        refuse(RULE, f"{c.name} has several readers ({readers}): none may empty it", c.source, hint=hint)
-    if not placed(plan)[c.readers[0].op, c.readers[0].role].hands_back:
-        refuse(RULE, f"{readers} reads {c.name} in several blocks: none may empty it", c.source, hint=hint)
 
 
 def _ends(plan: Plan, c: ChannelPlan) -> None:
@@ -126,7 +144,10 @@ def _ends(plan: Plan, c: ChannelPlan) -> None:
     found: dict[str, set[str]] = {"writers": set(), "readers": set()}
     for kernel in plan.kernels:
         for _, step in steps(kernel):
-            if (step.op or "", step.call) not in specs:
+            if step.op is None:
+                continue
+            _ports(plan, step)
+            if (step.op, step.call) not in specs:
                 continue
             if c.name in step.writes:
                 found["writers"].add(title(step))
@@ -138,8 +159,20 @@ def _ends(plan: Plan, c: ChannelPlan) -> None:
         if found[end] != {str(r) for r in said}:
             planned = ", ".join(map(str, said))
             refuse(RULE, f"{end} of {c.name}: {planned}; in the programs: {', '.join(sorted(found[end]))}", c.source)
-    if c.arrivals < 1:
-        refuse(RULE, f"nobody ever publishes {c.name}", c.source)
+    if len(c.writers) != 1:
+        refuse(RULE, f"{c.name} has several writers ({', '.join(map(str, c.writers))}): who writes what?", c.source)
+
+
+def _ports(plan: Plan, step: StepPlan) -> None:
+    """What a step reads and writes are the ports of its role; an L2 prefetch reads what the loads read."""
+    op = plan.op(step.op or "")
+    prefetch = step.call not in {s.name for s in op.specs}
+    spec = placed(plan)[op.name, "load_weights" if prefetch else step.call]
+    for verb, said, ports in (("reads", step.reads, spec.reads), ("writes", step.writes, spec.writes)):
+        own = tuple(op.channels[p] for p in ports if p in op.channels)
+        if said != own:
+            shown = (", ".join(names) or "nothing" for names in (own, said))
+            refuse(RULE, "{} {} {}, not {}".format(title(step), verb, *shown), step.source)
 
 
 def _fault(c: ChannelPlan) -> Iterator[Finding]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from megagen.check.finding import Finding, proved, refuse, steps, title
-from megagen.ir.plan import KernelPlan, Plan, StepPlan
+from megagen.check.finding import Finding, placed, proved, refuse, steps, title
+from megagen.ir.plan import BarrierUse, KernelPlan, Plan, StepPlan
+from megagen.ir.touches import ACCUM_EMPTY, ACCUM_FULL, RING_EMPTY, RING_FULL, prefetch_uses, role_uses
 
 RULE = "mbarriers"
-ACCUM_FULL, ACCUM_EMPTY = "accum_full", "accum_empty"
 
 
 def mbarriers(plan: Plan) -> Iterator[Finding]:
@@ -23,11 +23,41 @@ def mbarriers(plan: Plan) -> Iterator[Finding]:
     ):
         if slots[name] != expected:
             refuse(RULE, f"{name} has {slots[name]} slots for a buffer of {expected}", ring.source)
+    for b in plan.barriers:
+        if b.slots != 1 and b.name not in (RING_FULL, RING_EMPTY, ACCUM_FULL, ACCUM_EMPTY):
+            refuse(RULE, f"{b.name} has {b.slots} slots, and is only used at one", ring.source)
     if plan.barrier(ring.empty).count != ring.consumers:
         refuse(RULE, f"{ring.empty} counts {plan.barrier(ring.empty).count} of {ring.consumers} consumers", ring.source)
     for kernel in plan.kernels:
         _kernel(plan, kernel)
-    yield proved(RULE, f"arrivals and phases of {len(plan.barriers)} barriers")
+    n = sum(b.slots for b in plan.barriers)
+    yield proved(RULE, f"{n} mbarriers: each phase gets as many arrivals as it counts, and all bytes are announced")
+    yield proved(RULE, "every wait is for the phase that the next arrivals complete: a full slot or a free one")
+
+
+def _as_written(plan: Plan, step: StepPlan) -> None:
+    """The step does to barriers what its role's header does."""
+    if step.op is None:
+        action = {"signal_point": "arrive", "wait_point": "wait"}.get(step.call)
+        wanted = tuple(BarrierUse(barrier=u.barrier, action=action, per="launch") for u in step.barriers if action)
+    else:
+        reads, writes = ([plan.channel(name) for name in names] for names in (step.reads, step.writes))
+        spec = placed(plan).get((step.op, step.call))
+        wanted = prefetch_uses(reads) if spec is None else role_uses(spec, plan.op(step.op).barriers, reads, writes)
+    planned, written = Counter(step.barriers), Counter(wanted)
+    for use in (written - planned).elements():
+        refuse(RULE, f"{title(step)} does not {_does(use)}", step.source)
+    for use in (planned - written).elements():
+        refuse(RULE, f"{title(step)} is said to {_does(use)}, which it does not", step.source)
+
+
+def _does(use: BarrierUse) -> str:
+    if use.action == "wait":
+        state = "free" if use.start else "missing"
+        return f"wait for {use.barrier} every {use.per}, at first at {use.start} ({state})"
+    if use.action == "expect_tx":
+        return f"announce bytes to {use.barrier} every {use.per}"
+    return f"arrive at {use.barrier} {'' if use.count == 1 else f'{use.count} times '}every {use.per}"
 
 
 def _kernel(plan: Plan, kernel: KernelPlan) -> None:
@@ -38,21 +68,12 @@ def _kernel(plan: Plan, kernel: KernelPlan) -> None:
     waits: dict[tuple[str, str | None], StepPlan] = {}
     expects: set[tuple[str, str | None]] = set()
     for program, step in steps(kernel):
+        _as_written(plan, step)
         for use in step.barriers:
-            if use.barrier not in known:
-                refuse(RULE, f"{title(step)} uses the unknown barrier {use.barrier!r}", step.source)
             once = use.per == "launch"
             key = (use.barrier, None if once else step.op)
             if use.action == "wait":
                 waits[key] = step
-                start = int(use.barrier in (plan.ring.empty, ACCUM_EMPTY))
-                if use.start != start:
-                    state = "free" if start else "missing"
-                    refuse(
-                        RULE,
-                        f"{title(step)} first waits for {use.barrier} at {use.start}: at first it is {state}, {start}",
-                        step.source,
-                    )
                 continue
             arrivals[key][() if once else step.args] += program.count * use.count
             arriver[key] = step
@@ -73,5 +94,3 @@ def _kernel(plan: Plan, kernel: KernelPlan) -> None:
         if barrier.tx != ((name, op) in expects):
             missing = "counts bytes that nobody announces" if barrier.tx else "is told of bytes that it does not count"
             refuse(RULE, f"{name} {missing} ({title(step)})", step.source)
-        if op is None and barrier.slots != 1:
-            refuse(RULE, f"{name} completes once a launch but has {barrier.slots} slots", step.source)

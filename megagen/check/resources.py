@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from megagen.check.finding import Finding, proved, refuse
 from megagen.ir.plan import Plan, Source, SyncKind
+from megagen.ir.touches import ACCUM, ACCUM_FULL, TABLE, TABLE_BYTES
 
 RULE = "resources"
 WARPGROUP = 4
@@ -29,11 +30,14 @@ def resources(plan: Plan) -> Iterator[Finding]:
     if machine.barriers < 1:
         refuse(RULE, f"{machine.name} has no named barrier, the block's own needs one", launch.source)
     yield from _tight(plan)
-    yield proved(
-        RULE,
-        f"{launch.shared_bytes} of {machine.shared_bytes} bytes of shared memory, {registers} registers a thread, "
-        f"{launch.blocks} of {machine.blocks_fit[launch.cluster]} blocks, heap of {plan.heap.bytes} bytes",
-    )
+    fit = machine.blocks_fit[launch.cluster]
+    for what in (
+        f"{launch.shared_bytes} of {machine.shared_bytes} bytes of shared memory, no two things in one place",
+        f"{registers} registers a thread, of {machine.registers} an SM; one named barrier of {machine.barriers}",
+        f"{launch.blocks} blocks in clusters of {launch.cluster} run at once: {machine.name} holds {fit}",
+        f"a heap of {plan.heap.bytes} bytes a rank, no two things in one place",
+    ):
+        yield proved(RULE, what)
 
 
 def _apart(spans: Iterable[Span], size: int, where: str, source: Source) -> None:
@@ -65,7 +69,9 @@ def _shared(plan: Plan) -> None:
     regions: list[Span] = [(r.offset, r.bytes, r.name, max(r.align, VECTOR)) for r in plan.regions]
     barriers: list[Span] = [(b.offset, MBARRIER * b.slots, b.name, MBARRIER) for b in plan.barriers]
     _apart([*regions, *barriers], launch.shared_bytes, "shared memory", launch.source)
-    sizes = {ring.region: ring.stages * ring.stage_bytes, "accum": plan.barrier("accum_full").slots * ACCUM_SLOT}
+    accum = plan.barrier(ACCUM_FULL).slots * ACCUM_SLOT
+    sizes = {ring.region: ring.stages * ring.stage_bytes, ACCUM: accum, TABLE: TABLE_BYTES}
+    sizes |= {op.regions[purpose]: size for op in plan.ops for purpose, size in op.shared.items()}
     for c in plan.channels:
         if c.kind is SyncKind.CLUSTER and launch.cluster > 0:
             clusters = max(1, launch.blocks // launch.cluster)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from megagen.check.finding import Finding, group, placed, proved, refuse, steps, title, warps
-from megagen.ir.plan import KernelPlan, Plan, StepPlan
+from megagen.ir.plan import KernelPlan, OpPlan, Plan, StepPlan, StreamPlan
 
 RULE = "ring"
 WHOLE = 1024  # ops/stream.cuh
@@ -16,10 +16,32 @@ def ring(plan: Plan) -> Iterator[Finding]:
     """Order of streams, shares, caps."""
     if plan.ring.stages < 1:
         refuse(RULE, "a ring needs at least one stage", plan.ring.source)
+    for op in plan.ops:
+        if op.stream is not None:
+            _whole(plan, op, op.stream)
     for kernel in plan.kernels:
         _kernel(plan, kernel)
     streams = sum(op.stream is not None for op in plan.ops)
-    yield proved(RULE, f"{streams} streams pass {plan.ring.stages} stages in order")
+    stages = plan.ring.stages
+    yield proved(RULE, f"{streams} streams pass the ring's {stages} stages in the order in which they are drained")
+    yield proved(RULE, "every weight is loaded once and whole, and no load leaves it")
+
+
+def _whole(plan: Plan, op: OpPlan, s: StreamPlan) -> None:
+    """The stages of a stream are its weight, from the first byte to the last."""
+    w = next((w for w in plan.weights if w.name == s.weight), None)
+    if w is None or w.layout != "tiles":
+        refuse(RULE, f"{op.name} streams {s.weight}, which is no matrix of the plan", op.source)
+    stages = max(1, w.experts) * (w.rows // s.stage_rows) * (w.k // s.stage_k)
+    if (w.stage_rows, w.stage_k) != (s.stage_rows, s.stage_k) or stages * s.stage_bytes != w.bytes:
+        refuse(
+            RULE,
+            f"{stages} stages of {s.stage_rows} x {s.stage_k} in {s.stage_bytes} bytes are not {w.name}: "
+            f"{w.bytes} bytes packed by {w.stage_rows} x {w.stage_k}",
+            op.source,
+        )
+    if s.per_tile * s.stage_k != w.k and w.experts:
+        refuse(RULE, f"{s.per_tile} stages of {op.name} are not a tile of its {w.k} columns", op.source)
 
 
 def _kernel(plan: Plan, kernel: KernelPlan) -> None:

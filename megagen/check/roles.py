@@ -34,7 +34,10 @@ def roles(plan: Plan) -> Iterator[Finding]:
         refuse(RULE, f"the epoch must advance once, in the last kernel, not in {advancing}", plan.launch.source)
     for kernel in plan.kernels:
         yield from _copies(plan, kernel)
-    yield proved(RULE, f"{sum(len(op.specs) for op in plan.ops)} roles placed on {plan.launch.warps} warps")
+    n = sum(len(op.specs) for op in plan.ops)
+    yield proved(RULE, f"{n} roles on {plan.launch.warps} warps: each on as many as it takes, and run there once")
+    yield proved(RULE, "every warp waits for the launch before this one before it reads anything but weights")
+    yield proved(RULE, "no block leaves while its bulk loads are under way, and the launch is counted once")
 
 
 def _place(plan: Plan, op: OpPlan, spec: RoleSpec) -> None:
@@ -113,8 +116,8 @@ def _ran(plan: Plan, kernel: KernelPlan) -> None:
         spec, given = specs[step.op, step.call], plan.op(step.op).roles[step.call]
         seen = ran.setdefault((step.op, step.call), [])
         seen += [w for w in warps(program) if not (spec.stream and w in seen)]  # a stream may come in shares
-        if (spec.ring or step.call == "compute") and step.args[:1] != given[:1]:
-            refuse(RULE, f"{step.op}.{step.call} counts its warps from {step.args[:1]}, not {given[0]}", step.source)
+        if not spec.stream and step.args != (given[:1] if max(spec.warps) > 1 else ()):
+            refuse(RULE, f"{step.op}.{step.call} counts its warps from {step.args}, not {given[0]}", step.source)
     for (name, role), seen in ran.items():
         op = plan.op(name)
         if sorted(seen) != list(op.roles[role]):

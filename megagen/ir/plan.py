@@ -197,6 +197,7 @@ class OpPlan(Frozen):
     weights: Mapping[str, str]  # port -> parameter name
     barriers: Mapping[str, str]  # purpose -> barrier name ("group", ...)
     regions: Mapping[str, str]  # purpose -> region name ("scratch", ...)
+    shared: Mapping[str, int] = {}  # purpose -> bytes that its header uses
     roles: Mapping[str, tuple[int, ...]]  # role -> warps that the schedule gave it
     specs: tuple[RoleSpec, ...]  # what the roles accept
     publishes: Mapping[str, tuple[int, Per]] = {}  # role that writes -> how often, over all blocks of a rank

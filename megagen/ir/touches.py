@@ -18,7 +18,8 @@ IN_SHARED = (SyncKind.MBARRIER, SyncKind.CLUSTER)  # kinds of channels that take
 RING_FULL, RING_EMPTY, ACCUM_FULL, ACCUM_EMPTY, TABLE_READY = (
     "ring_full", "ring_empty", "accum_full", "accum_empty", "table_ready"
 )  # fmt: skip
-ACCUM, TABLE = "accum", "table"
+RING, ACCUM, TABLE = "ring", "accum", "table"
+TABLE_BYTES = 16 + 4 * 256 + 2 * 256 + (2 + 2 + 16) * 128  # ops/top_k.cuh, ExpertTable
 
 
 class Touch(NamedTuple):

@@ -7,7 +7,7 @@ from megagen.errors import Loc, ScheduleError, did_you_mean
 from megagen.ir.graph import EdgeHandle, Graph, Op, Scope, Tensor, TensorKind
 from megagen.ir.plan import Reset, SyncKind
 
-SAFE_COPIES = {Scope.RANK: 2, Scope.WORLD: 3}
+SAFE_COPIES = {Scope.RANK: 2, Scope.WORLD: 3}  # a rank may be a launch ahead of another
 
 
 class Edges:
@@ -45,7 +45,7 @@ class Edges:
         sync, loc = self.syncs.get(tensor.name, (mbarrier() if tensor.scope is Scope.BLOCK else lamport(), None))
         copies = sync.copies
         if copies is None:
-            copies = 1 if sync.reset is Reset.READER else SAFE_COPIES.get(tensor.scope, 1)
+            copies = SAFE_COPIES.get(tensor.scope, 1) - (sync.reset is Reset.READER)  # which empties it a launch earlier
         if sync.kind in (SyncKind.MBARRIER, SyncKind.CLUSTER):
             copies = 1
         return Sync(sync.kind, sync.empty, copies, sync.reset), loc

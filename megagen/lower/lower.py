@@ -31,7 +31,7 @@ from megagen.ir.plan import (
     SyncKind,
     WeightPlan,
 )
-from megagen.ir.touches import prefetch_uses, role_uses
+from megagen.ir.touches import TABLE_BYTES, prefetch_uses, role_uses
 from megagen.lower.channels import Edges, counted, layout
 from megagen.lower.memory import Arena
 from megagen.ops.expert_gemm import ExpertGemm
@@ -39,7 +39,6 @@ from megagen.ops.expert_gemm import ExpertGemm
 WHOLE = 1024  # shares are given to the device in 1/1024 (ops/stream.cuh)
 SLICES, ROW_BLOCK = 8, 16  # mma/format.cuh
 WARPGROUP = 4
-TABLE_BYTES = 16 + 4 * 256 + 2 * 256 + (2 + 2 + 16) * 128  # ops/top_k.cuh, ExpertTable
 HANG_RECORD = 64  # debug/hang.cuh
 MEASURED_EXPERTS = 49
 PARAMETER: dict[TensorKind, Literal["input", "output", "state"]] = {
@@ -286,7 +285,7 @@ class _Lowering:
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,
             barriers={"group": f"group_{op.name}"} if compute else {},
-            regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()},
+            regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(),
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(), publishes={r.name: op.publishes(r.name) for r in op.roles() if r.writes},
             sources={role: source(loc) for (o, role), (_, loc) in self.s.roles.items() if o == op.name}, stream=stream,

@@ -34,7 +34,7 @@ def channels(plan: Plan) -> Iterator[Finding]:
         _scope(plan, c)
         if c.kind is SyncKind.LAMPORT:
             _empty(c)
-        _copies(c)
+        _copies(plan, c)
         _ends(plan, c)
         _counts(plan, c)
         if c.kind not in IN_SHARED:
@@ -93,7 +93,7 @@ def _empty(c: ChannelPlan) -> None:
     )
 
 
-def _copies(c: ChannelPlan) -> None:
+def _copies(plan: Plan, c: ChannelPlan) -> None:
     """What the header library can do; whether it suffices is the business of :mod:`megagen.check.races`."""
     if c.kind in IN_SHARED:
         if c.copies != 1 or c.reset is not Reset.NONE:
@@ -101,8 +101,12 @@ def _copies(c: ChannelPlan) -> None:
         return
     if not 1 <= c.copies <= MOST_COPIES:
         refuse(RULE, f"{c.name} has copies={c.copies}: 1 to {MOST_COPIES}", c.source, hint=f"copies={MOST_COPIES}")
-    if c.reset is Reset.READER and c.kind is not SyncKind.LAMPORT:
-        refuse(RULE, f"a reader cannot reset the {c.kind.value} of {c.name}", c.source, hint="reset=by_launch")
+    if c.reset is Reset.READER:
+        specs = placed(plan)
+        for r in c.readers:
+            ports = specs[r.op, r.role].hands_back if c.kind is SyncKind.LAMPORT else ()
+            if c.name not in (plan.op(r.op).channels[p] for p in ports):
+                refuse(RULE, f"{r} does not empty {c.name} after it", c.source, hint="reset=by_launch")
 
 
 def _layout(plan: Plan, c: ChannelPlan) -> None:

@@ -36,7 +36,7 @@ def order(plan: Plan) -> Iterator[Finding]:
     n = len(plan.kernels)
     yield proved(RULE, f"no cycle in what waits for what, in a block, on a GPU or across ranks ({edges} waits, {n} "
                  f"kernel{'s' * (n > 1)})")  # fmt: skip
-    yield proved(RULE, "no launch waits for a later one")
+    yield proved(RULE, "what a kernel waits for, it makes itself, or a kernel before it has made")
 
 
 class _Graph:

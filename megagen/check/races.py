@@ -3,7 +3,7 @@
 Accesses are those of :mod:`megagen.ir.touches`, order is that of :mod:`megagen.check.happens`. Of two that touch the
 same copy of a channel, the same bytes of shared memory or a tensor, one write at least among them, one must come wholly
 before the other, whichever warp, block, rank and launch they are of. What one role's warps write or empty in a launch
-is dealt out among them, and so is what they read if the role hands it back (``RoleSpec.hands_back``).
+is dealt out among them, and so is what they read if they hand it back (``RoleSpec.hands_back``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, combinations_with_replacement
 from typing import NamedTuple, NoReturn
 
-from megagen.check.finding import Finding, placed, proved, refuse, title
+from megagen.check.finding import Finding, proved, refuse, title
 from megagen.check.happens import LAUNCHES, At, Happens
 from megagen.ir.graph import Scope
 from megagen.ir.plan import ChannelPlan, Plan, Reset, StepPlan, SyncKind
@@ -141,12 +141,8 @@ def _in_order(happens: Happens, c: ChannelPlan, a: Access, b: Access) -> bool:
     if verbs == {"read", "write"}:
         return True  # each word is its own flag
     # A reader empties what it has read, which its writer has written: if nobody else reads it.
-    emptier = a if a.verb == "empty" else b
-    if emptier.step.call == "reset":
-        return False
-    other = b if emptier is a else a
-    hands_back = placed(happens.plan)[emptier.step.op or "", emptier.step.call].hands_back
-    return hands_back and (other.verb == "write" or same)
+    emptier, other = (a, b) if a.verb == "empty" else (b, a)
+    return emptier.step.call != "reset" and (other.verb == "write" or same)
 
 
 def _seen(happens: Happens, c: ChannelPlan, accesses: Sequence[Access], a: Access, b: Access) -> bool:

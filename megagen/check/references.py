@@ -52,6 +52,7 @@ def references(plan: Plan) -> Iterator[Finding]:
             refuse(RULE, f"{op.name} is in no kernel", op.source)
         for spec in op.specs:
             known(f"port of {op.name}", (*spec.reads, *spec.writes), {*op.channels, *op.tensors})
+            known(f"port of {op.name}.{spec.name}", spec.hands_back, spec.reads)
             known(f"region of {op.name}", spec.regions, op.regions)
     for c in plan.channels:
         if c.barrier is not None:

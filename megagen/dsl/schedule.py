@@ -80,8 +80,7 @@ def lamport(empty: int = ALL_ONES, copies: int | None = None, reset: Reset = Res
     """Data is its own flag: a 32-bit word equal to ``empty`` is not there yet.
 
     ``reset=by_launch``: a housekeeping warp empties the copy that this launch does not use (2 copies within a GPU, 3
-    across ranks). ``reset=by_reader``: the only reader empties each slot right after use (1 copy within a GPU, 2 across
-    ranks).
+    across ranks). ``reset=by_reader``: the only reader empties each slot right after use (1 copy, 2 across ranks).
     """
     loc = here()
     if not 0 <= _integer(empty, "empty", loc) <= ALL_ONES:

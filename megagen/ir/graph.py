@@ -143,10 +143,10 @@ class RoleSpec(Frozen):
     ``reads`` / ``writes``: ports (keys of ``Op.inputs`` and ``Op.outputs``, an op may read its own outputs).
     ``every_block``: runs in each block (block-scope outputs), else its tiles are spread over the blocks.
     ``stream``: loads the op's weight through the ring; ``ring``: consumes it; ``accum``: 'out' hands
-    accumulators to the op's reduce role through shared memory, 'in' takes them. ``hands_back``: it reads each element
-    of its ports in one block only, and can empty it for the next launch. ``regions``: purposes of :meth:`Op.shared`
-    that it uses. ``registers``: below this many a thread ptxas spills (seen in the op's own kernel on sm_90a); 0: any
-    number will do.
+    accumulators to the op's reduce role through shared memory, 'in' takes them. ``hands_back``: ports of which it reads
+    each element in one block only, and which it can empty for the next launch. ``regions``: purposes of
+    :meth:`Op.shared` that it uses. ``registers``: below this many a thread ptxas spills (seen in the op's own kernel on
+    sm_90a); 0: any number will do.
     """
 
     name: str
@@ -158,7 +158,7 @@ class RoleSpec(Frozen):
     stream: bool = False
     ring: bool = False
     accum: str | None = None
-    hands_back: bool = False
+    hands_back: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
     registers: int = 0
 

@@ -51,15 +51,14 @@ def _touches(plan: Plan, step: StepPlan) -> Iterable[Touch]:
             elif c.kind in COUNTED:
                 yield Touch("empty", "counter", name, c.copies - 1)
         return
+    op = plan.op(step.op) if step.op is not None else None
+    spec = next((s for s in op.specs if s.name == step.call), None) if op else None
+    back = {op.channels[port] for port in spec.hands_back if port in op.channels} if op and spec else set()
     for name in step.reads:
-        yield from _reads(plan.channel(name))
+        yield from _reads(plan.channel(name), name in back)
     for name in step.writes:
         yield from _writes(plan.channel(name))
-    if step.op is None:
-        return
-    op = plan.op(step.op)
-    spec = next((s for s in op.specs if s.name == step.call), None)
-    if spec is None:  # an L2 prefetch
+    if op is None or spec is None:  # a service, an L2 prefetch
         return
     for port in spec.reads:
         if port in op.tensors:
@@ -78,14 +77,14 @@ def _touches(plan: Plan, step: StepPlan) -> Iterable[Touch]:
         yield Touch("write", "region", op.regions[purpose])
 
 
-def _reads(c: ChannelPlan) -> Iterable[Touch]:
+def _reads(c: ChannelPlan, hands_back: bool) -> Iterable[Touch]:
     if c.kind in IN_SHARED:
         yield Touch("read", "region", region(c))
         return
     yield Touch("read", "channel", c.name)
     if c.kind in COUNTED:
         yield Touch("poll", "counter", c.name)
-    if c.kind is SyncKind.LAMPORT and c.reset is Reset.READER:
+    if hands_back and c.kind is SyncKind.LAMPORT and c.reset is Reset.READER:
         yield Touch("empty", "channel", c.name)
 
 

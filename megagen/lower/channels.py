@@ -45,7 +45,9 @@ class Edges:
         sync, loc = self.syncs.get(tensor.name, (mbarrier() if tensor.scope is Scope.BLOCK else lamport(), None))
         copies = sync.copies
         if copies is None:
-            copies = SAFE_COPIES.get(tensor.scope, 1) - (sync.reset is Reset.READER)  # which empties it a launch earlier
+            copies = SAFE_COPIES.get(tensor.scope, 1)
+            if sync.reset is Reset.READER:  # who empties it a launch earlier
+                copies = max(1, copies - 1)
         if sync.kind in (SyncKind.MBARRIER, SyncKind.CLUSTER):
             copies = 1
         return Sync(sync.kind, sync.empty, copies, sync.reset), loc

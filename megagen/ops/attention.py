@@ -45,8 +45,8 @@ class Attention(Op):
                 name="attend", warps=(8,), align=4, reads=("q", "keys", "values"), writes=("partials",), registers=136
             ),
             RoleSpec(
-                name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",), hands_back=True,
-                registers=104 if self.chunks <= 34 else 160,
+                name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",),
+                hands_back=("partials",), registers=104 if self.chunks <= 34 else 160,
             ),
         )  # fmt: skip
 

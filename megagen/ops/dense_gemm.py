@@ -50,7 +50,8 @@ class DenseGemm(Op):
             RoleSpec(name="reduce", warps=(1,), accum="in", writes=(sums,), regions=tuple(self.shared())),
         ]
         if not self.partials_only and not self.direct:
-            roles.append(RoleSpec(name="finish", warps=(1,), reads=("partials",), writes=("out",), hands_back=True))
+            ports = ("partials",)
+            roles.append(RoleSpec(name="finish", warps=(1,), reads=ports, writes=("out",), hands_back=ports))
         return tuple(roles)
 
     def constants(self) -> dict[str, int | float]:

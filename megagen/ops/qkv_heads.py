@@ -42,7 +42,7 @@ class QkvHeads(Op):
         return (
             RoleSpec(
                 name="write", warps=(8,), align=4, reads=reads, writes=("q", "gate", "keys", "values"),
-                hands_back=True, registers=80,
+                hands_back=("partials",), registers=80,
             ),
         )  # fmt: skip
 

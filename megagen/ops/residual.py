@@ -39,7 +39,7 @@ class Residual(Op):
         writes = ("out", "normed") if "normed" in self.outputs else ("out",)
         return (
             RoleSpec(
-                name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=writes, hands_back=True,
+                name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=writes, hands_back=("stream",),
                 regions=("scratch",), registers=160,
             ),
         )  # fmt: skip

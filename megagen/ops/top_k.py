@@ -33,7 +33,7 @@ class TopK(Op):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
-            RoleSpec(name="select", warps=(1,), reads=("logits",), writes=("routes",), hands_back=True),
+            RoleSpec(name="select", warps=(1,), reads=("logits",), writes=("routes",), hands_back=("logits",)),
             RoleSpec(name="tables", warps=(1,), reads=("routes",), writes=("table",), every_block=True),
         )
 

@@ -480,6 +480,19 @@ def test_bind_names_every_problem(session: Session) -> None:
     assert "stream: has 480 bytes, must have 512" in e.value.render()
 
 
+def test_what_a_launch_writes_may_lie_over_nothing_else(session: Session) -> None:
+    import torch
+
+    given = tensors()
+    with pytest.raises(DeviceError) as e:
+        session.bind({**given, "stream_out": given["stream"]})
+    assert "lies over" in e.value.render()
+    both = aligned(torch.float32, 24, 8)  # half of each is the other's
+    with pytest.raises(DeviceError, match="1 of 5"):
+        session.bind({**given, "stream": both[:16], "stream_out": both[8:]})
+    session.bind({**given, "gain": given["stream"].view(-1)[:64]})  # nobody writes either
+
+
 @pytest.mark.parametrize("tokens", [0, -1, 17])
 def test_token_counts_out_of_range(session: Session, tokens: int) -> None:
     with pytest.raises(DeviceError, match="takes 1 to 16"):

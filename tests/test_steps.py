@@ -502,3 +502,7 @@ def test_a_stack_is_its_layers_one_by_one(emulated_kernels: Any, schedule: str) 
                     assert same_bits(got, right), name
         with pytest.raises(DeviceError, match="only launches of a session"):
             stack.capture()
+        if "k_cache" in pairs:
+            with pytest.raises(DeviceError, match="cannot be bound") as e:  # a layer does not write what it reads
+                Stack(world, sets, inputs.ranks, layers=1)
+            assert "lies over" in e.value.render()

@@ -104,8 +104,8 @@ class World:
     ``library`` is what :func:`megagen.emulate.build.compile_library` made of the Plan's text. ``seed`` picks the
     interleaving of warps, blocks, ranks and messages. ``race``: report accesses that nothing orders. ``expire``: a
     deadlock becomes a HangError from the ranks' hang records, as on a GPU, instead of an EmulationError that lists
-    all waiting warps; with Expire.ANY waits expire in a healthy launch too. ``layers``: how many layers' tensors there
-    must be room for. Raises DeviceError.
+    all waiting warps; with Expire.ANY waits expire in a healthy launch too. ``footprints``: remember what each step
+    touches (``engine.footprints()``). ``layers``: how many layers' tensors there must be room for. Raises DeviceError.
     """
 
     def __init__(
@@ -117,6 +117,7 @@ class World:
         seed: int = 0,
         race: bool = False,
         expire: Expire | bool = False,
+        footprints: bool = False,
         overrides: bool = True,
         timeout_ms: int = 2000,
         layers: int = LAYERS,
@@ -132,7 +133,15 @@ class World:
         self.timeout_ms, self.progress = timeout_ms, progress
         self.queued = 0  # launches that have not run
         self.addresses: set[int] = set()  # of tensors in the emulator's memory
-        self.engine = Engine(library, arena_bytes=self._bytes(layers), seed=seed, race=race, expire=expire, plan=plan)
+        self.engine = Engine(
+            library,
+            arena_bytes=self._bytes(layers),
+            seed=seed,
+            race=race,
+            expire=expire,
+            footprints=footprints,
+            plan=plan,
+        )
         self.ranks: tuple[EmulatedRank, ...] = tuple(
             EmulatedRank(self, torch, rank, timeout_ms=timeout_ms, overrides=overrides) for rank in range(self.live)
         )

@@ -129,7 +129,8 @@ class Rank(ABC):
 
         Weights are in the packed layout of :mod:`megagen.ops.packing`, on this session's device; what is bound is in
         the Layer's ``tensors``. Raises DeviceError that names every parameter that is missing, unknown, of wrong type
-        or size, strided or misaligned.
+        or size, strided or misaligned, or written where another one lies: nothing orders a launch's reads of one tensor
+        and its writes of another.
         """
         given = {**self.outputs, **tensors}
         problems = [f"{name}: no such parameter" for name in given if name not in self._expected]
@@ -138,6 +139,7 @@ class Rank(ABC):
             for name, want in self._expected.items()
             if (problem := self._problem(want, given.get(name))) is not None
         ]
+        problems += [] if problems else self._overlaps(given)
         if problems:
             raise DeviceError(
                 f"{self.plan.name}: {len(problems)} of {len(self._expected)} parameters cannot be bound",
@@ -151,6 +153,16 @@ class Rank(ABC):
     def _settled(self, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors in device memory, ready to be read by a launch."""
         return given
+
+    def _overlaps(self, given: Mapping[str, torch.Tensor]) -> list[str]:
+        written = {p.name for p in self.plan.params if p.what in ("output", "state")}
+        spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in given.items())
+        found, reach = [], (0, "")  # the furthest end so far, and whose
+        for begin, end, name in spans:
+            if begin < reach[0] and {name, reach[1]} & written:
+                found.append(f"{name}: lies over {reach[1]}, and a launch writes one of them")
+            reach = max(reach, (end, name))
+        return found
 
     def _problem(self, want: params.Expected, t: torch.Tensor | None) -> str | None:
         if t is None:

@@ -91,8 +91,9 @@ def emulate(emulated_kernels: Kernels) -> Iterator[Callable[..., Kernel]]:
     """``emulate(schedule, ranks=1, seed=0, ...)``: the schedule's :class:`Kernel`, built and bound to random weights.
 
     ``schedule``: a path, or the name of a shipped one. ``ranks`` of ``tp`` (default: all) live. ``size``: "tiny" or
-    "full". ``race`` and ``expire``: see :class:`megagen.runtime.emulated.World`. ``machine``, ``tokens``, ``choices``,
-    ``options`` and ``fused`` are those of the command line; ``edit`` changes the Plan before it is emitted.
+    "full". ``race``, ``expire``, ``footprints``: see :class:`megagen.runtime.emulated.World`. ``machine``, ``tokens``,
+    ``choices``, ``options`` and ``fused`` are those of the command line; ``edit`` changes the Plan before it is
+    emitted.
     """
     worlds: list[World] = []
 
@@ -105,6 +106,7 @@ def emulate(emulated_kernels: Kernels) -> Iterator[Callable[..., Kernel]]:
         size: str = "tiny",
         race: bool = False,
         expire: Expire | bool = False,
+        footprints: bool = False,
         machine: str | None = None,
         tokens: int = 16,
         choices: Mapping[str, str] | None = None,
@@ -125,7 +127,7 @@ def emulate(emulated_kernels: Kernels) -> Iterator[Callable[..., Kernel]]:
             tiny=size == "tiny",
         )
         emulation = emulated_kernels.emulation(request, ranks, edit)
-        world = emulation.world(seed, race=race, expire=expire)
+        world = emulation.world(seed, race=race, expire=expire, footprints=footprints)
         worlds.append(world)
         return Kernel(emulation.plan, world, emulation.verifier(world))
 

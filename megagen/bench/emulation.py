@@ -62,6 +62,7 @@ class Emulation:
         *,
         race: bool = False,
         expire: Expire | bool = False,
+        footprints: bool = False,
         layers: int = LAYERS,
         progress: Callable[[], None] = lambda: None,
     ) -> World:
@@ -73,6 +74,7 @@ class Emulation:
             seed=seed,
             race=race,
             expire=expire,
+            footprints=footprints,
             layers=layers,
             progress=progress,
         )

@@ -68,7 +68,7 @@ def races(plan: Plan) -> Iterator[Finding]:
 
 def _unordered(found: Problem, c: ChannelPlan | None = None, fix: str | None = None) -> NoReturn:
     own = [s.source for s in found.steps]
-    notes = [(f"{title(s)} stands here", s.source) for s in dict.fromkeys(found.steps) if s.source.line]
+    notes = [(f"{title(s)}, at its line", s.source) for s in dict.fromkeys(found.steps) if s.source.line]
     refuse(RULE, found.message, *([c.source] if c else []), *own, notes=notes, hint=fix)
 
 

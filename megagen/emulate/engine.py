@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from megagen.emulate.footprint import Footprints
 from megagen.emulate.report import Report, error
 from megagen.errors import DeviceError, EmulationError
 from megagen.ir.plan import Plan
@@ -45,6 +46,7 @@ class _Config(ctypes.Structure):
         ("arena_bytes", ctypes.c_uint64),
         ("race", ctypes.c_uint32),
         ("expire", ctypes.c_uint32),
+        ("footprints", ctypes.c_uint32),
     ]
 
 
@@ -58,6 +60,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "run": (_I, (_P, _U64)),
     "error": (_TEXT, (_P,)),
     "statistics": (_TEXT, (_P,)),
+    "footprints": (_TEXT, (_P,)),
 }
 
 
@@ -100,9 +103,9 @@ class Engine:
 
     ``arena_bytes`` bounds the sum of all allocations. ``race``: report accesses that nothing orders. ``expire``
     (:class:`Expire`; True is STUCK): instead of a deadlock's report, time passes until bounded waits expire. ``seed``
-    picks the interleaving; the same one repeats it. ``plan`` gives errors their names. Use it in one thread at a time.
-    Raises DeviceError when the
-    library cannot be loaded or there is no memory. Buffers outlive :meth:`close`.
+    picks the interleaving; the same one repeats it. ``plan`` gives errors their names. ``footprints``: remember what
+    each step touches. Use it in one thread at a time. Raises DeviceError when the library cannot be loaded or there is
+    no memory. Buffers outlive :meth:`close`.
     """
 
     def __init__(
@@ -113,10 +116,11 @@ class Engine:
         seed: int = 0,
         race: bool = False,
         expire: Expire | bool = False,
+        footprints: bool = False,
         plan: Plan | None = None,
     ) -> None:
         self.seed, self.plan = seed, plan
-        config = _Config(seed=seed, arena_bytes=arena_bytes, race=race, expire=expire)
+        config = _Config(seed=seed, arena_bytes=arena_bytes, race=race, expire=expire, footprints=footprints)
         self._live: _Handle | None = _Handle(Path(library), config)
         self._slices = FIRST_SLICES
         self._failed = False
@@ -188,6 +192,10 @@ class Engine:
         """Counters of what ran so far."""
         found: dict[str, int | float] = json.loads(self._call("statistics"))
         return found
+
+    def footprints(self) -> Footprints:
+        """What each step of all launches so far touched; nothing unless that was asked for."""
+        return Footprints.read(self._call("footprints"))
 
     def close(self) -> None:
         """Let go of the engine. Idempotent."""

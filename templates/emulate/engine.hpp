@@ -10,6 +10,7 @@
 #include <megagen/emulate/machine.hpp>
 
 #include "clock.hpp"
+#include "footprints.hpp"
 
 namespace megagen::emulate {
 
@@ -73,9 +74,12 @@ struct Allocation {
     u64 bytes;
     u32 rank;
     u32 kind;
+    u32 place;                    // as footprints number them
     std::vector<u8> valid;        // a word: which of its bytes hold something, kPending
     std::vector<Shadow> shadow;   // a word, with race checks
     std::vector<ReleaseRef> tags; // a word: what the store released that is there; empty until there is one
+
+    u64 granule() const { return kind == MEGAGEN_EXCHANGE ? 4 : 256; } // of its footprints
 };
 
 struct Event {
@@ -185,6 +189,9 @@ struct Barrier { // an mbarrier
     Access made;                  // its initialisation
     u32 maker = 0;                // the thread
     bool fenced = false;          // by fence.mbarrier_init
+
+    // For footprints: how often a step did what in this phase.
+    std::map<std::tuple<u32, Verb>, u32> counted;
 };
 
 struct Meeting { // a named barrier, or the cluster's
@@ -284,7 +291,8 @@ struct Engine {
     void* host_sp = nullptr;
     bool failed = false;
     Failure failure;
-    std::string statistics;
+    std::string answer; // to the host
+    Footprints footprints;
     Clock completed; // everything that completed launches did
     ReleaseRef host =
         std::make_shared<Release>(Release{{}, Scope::kSys, 0, 0, 0}); // as of the last time that the host waited for it
@@ -336,6 +344,7 @@ struct Engine {
     }
     void complete_tx(Block& block, u32 bar, u64 phase, u32 bytes, const Event& event);
     void advance(Barrier& barrier, Block& block, u32 offset);
+    void end_phase(Barrier& barrier, const Block& block, u32 offset); // for footprints
 
     // report.cpp
     [[noreturn]] void fail(const std::string& kind, const std::string& message, const Thread* who, Site at,

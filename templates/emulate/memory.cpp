@@ -32,6 +32,30 @@ bool at_peace(const Access& a, const Access& b) {
     return a.block == b.block ? scope >= Scope::kCta : scope >= Scope::kGpu;
 }
 
+// Footprints, if they were asked for.
+
+void note(const Thread* t, Verb verb, const Allocation& a, const void* p, u32 bytes) {
+    Engine& e = *t->warp->block->engine;
+    if (!e.config.footprints) return;
+    const Launch& launch = *t->warp->block->launch;
+    const u64 granule = a.granule(), offset = static_cast<u64>(static_cast<const u8*>(p) - a.base);
+    e.footprints.add({launch.rank, launch.number, t->step}, a.place, verb, offset / granule,
+                     (offset + bytes + granule - 1) / granule);
+}
+
+void note(const Thread* t, Verb verb, const Block& b, u32 offset, u32 bytes) {
+    const Block& own = *t->warp->block;
+    if (!own.engine->config.footprints) return;
+    own.engine->footprints.add({own.launch->rank, own.launch->number, t->step}, &b == &own ? kOwnShared : kOtherShared,
+                               verb, offset / 4, (offset + bytes + 3) / 4);
+}
+
+void tally(const Engine& e, Barrier& b, u32 step, Verb verb, u32 n) {
+    if (e.config.footprints) b.counted[{step, verb}] += n;
+}
+
+Verb stored(u32 word) { return word == 0 ? Verb::kZeros : word == ~0u ? Verb::kOnes : Verb::kWrite; }
+
 // An access to global memory whose allocation, bounds and alignment are right.
 Allocation& checked(Thread* t, const void* p, u32 bytes, bool writes, Site at) {
     Engine& e = engine_of(t);
@@ -279,6 +303,7 @@ u64 Engine::allocate(u64 bytes, u32 rank, u32 kind, const char* name) {
     a.bytes = bytes;
     a.rank = rank;
     a.kind = kind;
+    a.place = kFirstAllocation + static_cast<u32>(allocations.size()) - 1;
     pages.resize((arena_used + room) / kPage);
     for (u64 page = arena_used / kPage; page < (arena_used + room) / kPage - 1; ++page)
         pages[page] = static_cast<u32>(allocations.size());
@@ -505,6 +530,7 @@ void Engine::deliver(u32 index) {
         }
         b.pending -= ev.value;
         b.remote.join(ev.released->clock);
+        tally(*this, b, ev.access.step, Verb::kArrive, ev.value);
         advance(b, *ev.block, ev.bar);
         return;
     }
@@ -537,6 +563,7 @@ void global_load(void* to, const void* from, u32 bytes, Scope scope, Order order
     Engine& e = engine_of(t);
     ++e.count.loads;
     Allocation& a = checked(t, from, bytes, false, at);
+    note(t, Verb::kRead, a, from, bytes);
     if (a.kind != MEGAGEN_CONSTANT) {
         const Access mine = access_of(t, scope, true, at);
         const u64 first = (static_cast<const u8*>(from) - a.base) / 4;
@@ -563,6 +590,7 @@ void constant_load(void* to, const void* from, u32 bytes, Site at) {
     Thread* t = self();
     spend_fuel(t);
     const Allocation& a = checked(t, from, bytes, false, at);
+    note(t, Verb::kRead, a, from, bytes);
     if (a.kind != MEGAGEN_CONSTANT) {
         const Place place = place_of(a, from, bytes);
         engine_of(t).fail("bad_instruction", text("ld.global.nc of '%s', which kernels write to", a.name.c_str()), t,
@@ -596,6 +624,7 @@ void global_store(void* to, const void* from, u32 bytes, Scope scope, Order orde
         ev.address = address;
         ev.allocation = &a;
         std::memcpy(reinterpret_cast<u8*>(&ev.value) + part, static_cast<const u8*>(from) + 4 * i, std::min(bytes, 4u));
+        note(t, bytes < 4 ? Verb::kWrite : stored(ev.value), a, reinterpret_cast<const u8*>(address), 4);
         ev.access = mine;
         ev.released = released;
         if (scope != Scope::kNone) {
@@ -614,6 +643,7 @@ u32 global_rmw(void* to, Rmw op, u32 operand, u32 compare, bool returns, Scope s
     spend_fuel(t);
     Engine& e = engine_of(t);
     Allocation& a = checked(t, to, 4, true, at);
+    note(t, Verb::kAtomic, a, to, 4);
     const u64 word = (static_cast<u8*>(to) - a.base) / 4;
     const u64 address = reinterpret_cast<u64>(to);
     const Place place = place_of(a, to, 4);
@@ -756,6 +786,7 @@ void shared_load(void* to, u32 from, u32 bytes, bool remote, Site at) {
     ++engine_of(t).count.loads;
     const auto [b, offset] = locate(t, from, bytes, remote, "reads", at);
     check_shared(t, b, offset, bytes, true, false, at);
+    note(t, Verb::kRead, b, offset, bytes);
     std::memcpy(to, &b.shared[offset], bytes);
     u32 word = 0;
     std::memcpy(&word, to, std::min(bytes, 4u));
@@ -769,6 +800,7 @@ void shared_store(u32 to, const void* from, u32 bytes, bool remote, Site at) {
     ++engine_of(t).count.stores;
     const auto [b, offset] = locate(t, to, bytes, remote, "writes", at);
     check_shared(t, b, offset, bytes, false, true, at);
+    note(t, Verb::kWrite, b, offset, bytes);
     std::memcpy(&b.shared[offset], from, bytes);
 }
 
@@ -787,6 +819,7 @@ u32 shared_rmw(u32 to, Rmw op, u32 operand, Site at) {
     if (op != Rmw::kOr && op != Rmw::kAdd && op != Rmw::kMax)
         e.fail("internal", "this atomic operation on shared memory has no twin yet", t, at, &place);
     const auto make_place = [&] { return place; };
+    note(t, Verb::kAtomic, b, offset, 4);
     check_write(t, s, access_of(t, Scope::kCta, false, at), make_place, at, e.config.race, true);
     u32 old, value;
     std::memcpy(&old, &b.shared[offset], 4);
@@ -849,6 +882,7 @@ void mbarrier_init(u32 bar, u32 count, Site at) {
     made.base = e.agent_times[made.agent] + 1;
     made.made = access_of(t, Scope::kNone, false, at);
     made.maker = t->index;
+    note(t, Verb::kInit, b, offset, 8);
     ++e.changes;
 }
 
@@ -893,6 +927,7 @@ void mbarrier_arrive(u32 bar, u32 count, bool remote, Site at) {
     }
     barrier.pending -= count;
     barrier.arrived.join(released_by(t));
+    tally(e, barrier, t->step, Verb::kArrive, count);
     e.advance(barrier, b, offset);
 }
 
@@ -902,6 +937,7 @@ void mbarrier_expect_tx(u32 bar, u32 bytes, Site at) {
     Engine& e = engine_of(t);
     const auto [b, offset] = locate(t, bar, 8, false, "expects bytes at", at);
     Barrier& barrier = barrier_at(t, b, offset, "expects bytes at", at);
+    tally(e, barrier, t->step, Verb::kExpect, 1);
     barrier.tx += bytes;
     barrier.expected += bytes;
     if (barrier.tx >= 1 << 20) { // below zero it cannot get: a phase would complete first
@@ -939,10 +975,19 @@ void Engine::advance(Barrier& b, Block& block, u32 offset) {
     b.done = done(b.arrived, b.agent);
     b.done_remote = done(b.remote, b.remote_agent);
     agent_times[b.agent] = time;
+    end_phase(b, block, offset);
     ++b.phase;
     b.pending = b.count;
     b.expected = b.issued = b.landed = 0;
     wake(watch(block, offset));
+}
+
+void Engine::end_phase(Barrier& b, const Block& block, u32 offset) {
+    for (const auto& [who, n] : b.counted) {
+        const auto [step, verb] = who;
+        ++footprints.phases[{{block.launch->rank, block.launch->number, step}, offset, verb, n}];
+    }
+    b.counted.clear();
 }
 
 void Engine::complete_tx(Block& block, u32 bar, u64 phase, u32 bytes, const Event& event) {
@@ -964,6 +1009,7 @@ bool mbarrier_try_wait(u32 bar, u32 parity, Scope scope, Site at) {
     Engine& e = engine_of(t);
     const auto [b, offset] = locate(t, bar, 8, false, "waits for", at);
     Barrier& barrier = barrier_at(t, b, offset, "waits for", at);
+    note(t, Verb::kWait, b, offset, 8);
     if ((barrier.phase & 1) == (parity & 1)) {
         polled(t, e.watch(b, offset));
         return false;
@@ -1004,7 +1050,7 @@ void bulk_prefetch(const void* from, u32 bytes, u64 policy, Site at) {
     Thread* t = self();
     spend_fuel(t);
     check_bulk(t, from, bytes, policy, at);
-    checked(t, from, bytes, false, at);
+    note(t, Verb::kPrefetch, checked(t, from, bytes, false, at), from, bytes);
 }
 
 void bulk_load(u32 to, const void* from, u32 bytes, u32 bar, u32 blocks, u64 policy, Site at) {
@@ -1013,6 +1059,7 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 bar, u32 blocks, u64 pol
     Engine& e = engine_of(t);
     check_bulk(t, from, bytes, policy, at);
     Allocation& a = checked(t, from, bytes, false, at);
+    note(t, Verb::kBulkRead, a, from, bytes);
     const Block& mine = block_of(t);
     const u32 own = 1u << mine.rank_in_cluster;
     const bool multicast = blocks != 0;
@@ -1025,6 +1072,8 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 bar, u32 blocks, u64 pol
         const auto [b, offset] = locate(t, address, bytes, true, "fills", at);
         const auto [bar_block, bar_offset] = locate(t, bar_address, 8, true, "signals", at);
         Barrier& barrier = barrier_at(t, bar_block, bar_offset, "signals", at, true);
+        note(t, Verb::kBulkWrite, b, offset, bytes);
+        note(t, Verb::kComplete, bar_block, bar_offset, 8);
         if (&b != &bar_block)
             e.fail("bad_instruction", "names an mbarrier in another block than the copy's destination", t, at);
         Access access = access_of(t, Scope::kNone, false, at);
@@ -1098,6 +1147,8 @@ void bulk_store(void* to, u32 from, u32 bytes, Site at) {
     check_bulk(t, to, bytes, kNoPolicy, at);
     Allocation& a = checked(t, to, bytes, true, at);
     const auto [b, offset] = locate(t, from, bytes, false, "stores from", at);
+    note(t, Verb::kBulkRead, b, offset, bytes);
+    note(t, Verb::kBulkWrite, a, to, bytes);
     if (t->bulk_agent == kNobody) {
         t->bulk_agent = e.agent(agent_key(b, kBulkAgent | t->index));
         t->bulk_serial = e.agent_times[t->bulk_agent];
@@ -1184,6 +1235,8 @@ void st_async(u32 to, u32 value, u32 bar, Site at) {
     const auto [b, offset] = locate(t, to, 4, true, "st.async to", at);
     const auto [bar_block, bar_offset] = locate(t, bar, 8, true, "signals", at);
     Barrier& barrier = barrier_at(t, bar_block, bar_offset, "signals", at, true);
+    note(t, Verb::kWrite, b, offset, 4);
+    note(t, Verb::kComplete, bar_block, bar_offset, 8);
     if (&b != &bar_block)
         e.fail("bad_instruction", "names an mbarrier in another block than the st.async's destination", t, at);
     const Place place = place_of(b, offset, 4);

@@ -1,5 +1,6 @@
 // What the host gets to read: faults, deadlocks, counts. And the C interface.
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <exception>
@@ -48,6 +49,11 @@ std::string person(u32 rank, u32 launch, u32 block, u32 warp, u32 lane, u32 step
 std::string person(const Thread& t, Site at) {
     const Block& b = *t.warp->block;
     return person(b.launch->rank, b.launch->number, b.index, t.warp->index, t.lane, t.step, at);
+}
+
+std::string doing(const Doer& d, Verb verb) {
+    return "{" + number("rank", d.rank) + "," + number("launch", d.launch) + "," + number("step", d.step) + "," +
+           quoted("verb") + ":" + quoted(kVerbs[static_cast<u32>(verb)]);
 }
 
 } // namespace
@@ -241,7 +247,42 @@ const char* megagen_emulator_statistics(void* emulator) {
                   "\"bulk_bytes\":%llu,\"meetings\":%llu,\"sleeps\":%llu,\"launches\":%llu}",
                   c.slices, c.switches, c.events, c.mma, c.loads, c.stores, c.bulk_bytes, c.meetings, c.sleeps,
                   c.launches);
-    e.statistics = text;
-    return e.statistics.c_str();
+    e.answer = text;
+    return e.answer.c_str();
+}
+
+const char* megagen_emulator_footprints(void* emulator) {
+    Engine& e = *static_cast<Engine*>(emulator);
+    std::string& json = e.answer;
+    json = "{\"touched\":[";
+    const char* before = "";
+    for (const auto& [key, granules] : e.footprints.touched) {
+        const auto& [doer, place, verb] = key;
+        const Allocation* a = place < kFirstAllocation ? nullptr : &e.allocations[place - kFirstAllocation];
+        const u64 granule = a ? a->granule() : 4;
+        const char* shared = place == kOwnShared ? "shared" : "cluster";
+        json += before + doing(doer, verb) + "," + quoted("space") + ":" + quoted(a ? "global" : shared) + "," +
+                quoted("name") + ":" + quoted(a ? a->name : "") + "," + quoted("ranges") + ":[";
+        const char* between = "[";
+        for (u64 at = 0, n = granules.size(); at < n;) {
+            const u64 first = std::find(granules.begin() + at, granules.end(), true) - granules.begin();
+            if (first == n) break;
+            at = std::find(granules.begin() + first, granules.end(), false) - granules.begin();
+            json += between + std::to_string(first * granule) + "," + std::to_string(at * granule) + "]";
+            between = ",[";
+        }
+        json += "]}";
+        before = ",";
+    }
+    json += "],\"phases\":[";
+    before = "";
+    for (const auto& [key, phases] : e.footprints.phases) {
+        const auto& [doer, offset, verb, times] = key;
+        json += before + doing(doer, verb) + "," + number("offset", offset) + "," + number("times", times) + "," +
+                number("phases", phases) + "}";
+        before = ",";
+    }
+    json += "]}";
+    return json.c_str();
 }
 }

@@ -374,10 +374,12 @@ void Engine::leave(Thread& t) {
     if (t.cluster_phase == cluster.phase + 1) --cluster.arrived; // it counts no more among those who must arrive
     finish_cluster(*this, *b.cluster);
     if (!b.live_threads) {
-        for (const auto& [offset, barrier] : b.barriers)
+        for (auto& [offset, barrier] : b.barriers) {
+            end_phase(barrier, b, offset); // one that was begun
             if (barrier.copied > barrier.seen)
                 fail("left", "a block ends without having waited for copies into its shared memory", nullptr,
                      unpack_site(barrier.copier.site), nullptr, &barrier.copier);
+        }
         b.ended = true;
         if (!b.triggered) ++launch.triggered;
         b.shared = {};

@@ -73,6 +73,7 @@ int megagen_emulator_run(void* p, uint64_t) {
     return e->queue.empty() ? 0 : 1;
 }
 const char* megagen_emulator_error(void* p) { return ((Engine*)p)->error.c_str(); }
+const char* megagen_emulator_footprints(void*) { return "{\"touched\": [], \"phases\": []}"; }
 const char* megagen_emulator_statistics(void* p) {
     auto* e = (Engine*)p;
     e->text = "{\"runs\": " + std::to_string(e->runs) + ", \"wrote\": " + std::to_string(e->wrote) +

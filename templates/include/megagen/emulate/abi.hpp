@@ -10,6 +10,7 @@ struct megagen_emulator_config {
     uint64_t arena_bytes; // address space for all allocations
     uint32_t race;        // 1: report accesses to global memory that nothing orders
     uint32_t expire;      // 1: instead of a deadlock's report, time passes until bounded waits expire; 2: at any moment
+    uint32_t footprints;  // 1: remember what each step touches
 };
 
 // What the device may do with an allocation.
@@ -26,4 +27,5 @@ int megagen_emulator_launch(void* emulator, uint32_t rank, const char* kernel, c
 int megagen_emulator_run(void* emulator, uint64_t slices);
 const char* megagen_emulator_error(void* emulator);
 const char* megagen_emulator_statistics(void* emulator);
+const char* megagen_emulator_footprints(void* emulator);
 }

@@ -1,0 +1,265 @@
+"""What steps touch: what the emulator's code does is what the checker's model says, of every step, and nothing else."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from test_emulate_block import PLACEMENTS as BLOCK
+from test_emulate_mutants import CHANNEL, Bench, Mutant, Variant, mutated
+from test_emulate_swa import PLACEMENTS as LAYER
+from test_emulate_swa import few, small
+
+from megagen.bench.emulation import Weights
+from megagen.bench.verify import Verifier
+from megagen.cli import pipeline
+from megagen.emulate.build import compile_library
+from megagen.emulate.engine import Engine, Geometry, Kind
+from megagen.emulate.footprint import Footprint, Footprints, arrivals, completed, observed
+from megagen.errors import MegagenError
+from megagen.ir.plan import Plan, ProgramPlan, StepPlan, SyncKind
+from megagen.ir.touches import COUNTED, Touch, touches
+from megagen.runtime.emulated import World
+from megagen.runtime.step import Step
+from megagen.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+
+class Case(NamedTuple):
+    """Three launches use every copy of every channel; which one a launch uses is the same code in all placements."""
+
+    schedule: str
+    more: dict[str, Any]
+    launches: int = 1
+    ranks: int = 1  # of two; one stands in for the other
+
+
+def layer(**more: Any) -> dict[str, Any]:
+    return {"options": small(2), **more}
+
+
+CASES = {
+    "block": Case("muse_moe.py", {}, ranks=2),
+    "block-counter": Case("muse_moe.py", BLOCK["counter"]),
+    "block-flag": Case("muse_moe.py", BLOCK["flag"], ranks=2, launches=3),
+    "block-cluster": Case("muse_moe.py", BLOCK["cluster"]),
+    "block-unfused": Case("muse_moe.py", BLOCK["unfused"]),
+    "block-capped": Case("muse_moe.py", BLOCK["capped"]),
+    "layer": Case("muse_swa.py", layer(), launches=3),
+    "layer-counter": Case("muse_swa.py", layer(**LAYER["counter"]), launches=3),
+    "layer-flag": Case("muse_swa.py", layer(**LAYER["flag"]), launches=3),
+    "layer-cluster": Case("muse_swa.py", layer(**LAYER["cluster"])),
+    "layer-unfused": Case("muse_swa.py", layer(**LAYER["unfused"]), launches=3),
+    "layer-moved": Case("muse_swa.py", layer(**LAYER["moved"])),
+    "layer-two-shot": Case("muse_swa.py", {"options": {"all_reduce": "two_shot", "next_rope": "no"}}),
+}
+
+
+def launch(verifier: Verifier, launches: int) -> None:
+    """One token, after as many as two chunks of attention hold."""
+    verifier.launch(verifier.inputs(1, 0, Step.chain(1, 100)), few(1), launches=launches)
+
+
+def steps(plan: Plan) -> Iterator[tuple[ProgramPlan, StepPlan]]:
+    return ((p, s) for k in plan.kernels for p in k.programs for s in p.steps)
+
+
+def expected(plan: Plan, program: ProgramPlan, step: StepPlan, stages: Counter[int]) -> frozenset[Touch]:
+    """The model's touches. ``stages``: how many a block loads, by step.
+
+    A producer that may have so many stages under way waits for one only when it has loaded as many; and the model has
+    whoever waits for the table read it.
+    """
+    known = touches(plan, step)
+    if step.call == "load_weights":
+        loaded = sum(stages[s.index] for s in program.steps if s.index <= step.index)
+        if loaded <= step.args[2]:
+            known -= {Touch("wait", "barrier", plan.ring.full)}
+    if (step.op, step.call) == ("combine", "compute") and plan.channel("expert_out").kind not in COUNTED:
+        known -= {Touch("read", "region", "table")}  # which says how many experts there are to count
+    return known
+
+
+def differences(plan: Plan, found: Footprints, blocks: int) -> dict[str, tuple[list[Touch], list[Touch]]]:
+    """Steps by name, with what they do not touch and should, and the other way round. ``blocks`` ran the plan."""
+    seen = observed(plan, found)
+    told = arrivals(plan, found, "expect_tx")
+    stages = Counter({s: n.total() // blocks for (s, barrier), n in told.items() if barrier == plan.ring.full})
+    wrong = {}
+    for program, step in steps(plan):
+        want, got = expected(plan, program, step, stages), seen.pop(step.index, frozenset())
+        if want != got:
+            wrong[f"{step.op or step.index}.{step.call}"] = (sorted(want - got), sorted(got - want))
+    assert not seen, f"steps that are not in the plan: {seen}"
+    return wrong
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_touches_what_the_model_says(emulate: Any, name: str) -> None:
+    schedule, more, launches, ranks = CASES[name]
+    kernel = emulate(schedule, ranks=ranks, tp=2, footprints=True, **more)
+    launch(kernel.verifier, launches)
+    plan, found = kernel.plan, kernel.world.engine.footprints()
+    blocks = plan.launch.blocks * ranks * launches
+    assert not differences(plan, found, blocks)
+
+    # copies complete the barrier that their readers wait for
+    signals = {s.index: {plan.ring.full} for _, s in steps(plan) if s.call == "load_weights"}
+    for _, s in steps(plan):
+        sent = {c.barrier for c in map(plan.channel, s.writes) if c.kind is SyncKind.CLUSTER}
+        signals |= {s.index: sent} if sent else {}
+    assert completed(plan, found) == signals
+
+    # every warp of a step arrives as often in a phase as the model says, once a launch in each block or once a tile
+    made = arrivals(plan, found)
+    filled, freed = Counter[tuple[str, str | None]](), Counter[tuple[str, str | None]]()
+    pairs = {plan.ring.full: filled, plan.ring.empty: freed, "accum_full": filled, "accum_empty": freed}
+    for program, step in steps(plan):
+        for use in step.barriers:
+            if use.action == "wait":
+                continue
+            times = made.pop((step.index, use.barrier))
+            assert set(times) == {use.count * program.count}, (step, use)
+            if use.per == "launch":
+                assert times.total() == blocks, (step, use)
+            elif use.barrier in pairs:
+                pairs[use.barrier][use.per, step.op] += times.total()
+    assert not made
+    assert filled == freed
+    assert {per for per, _ in filled} == {"stage", "tile"}
+
+
+def test_a_step_that_touches_something_else_is_noticed(tmp_path: Path) -> None:
+    """Two faults that leave every result alone."""
+    ahead = "constexpr u32 kAhead = D::kCopies - 1;"
+    scratch = "group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square)"
+    edits = [
+        (CHANNEL, ahead, ahead.replace("D::kCopies - 1", "1")),  # of three copies: a launch too late
+        ("ops/rms_norm.cuh", scratch, scratch.replace("Op::kScratch", "Ctx::Kernel::Accum::kOffset")),
+    ]
+    bench, on = Bench(tmp_path), Variant()
+    checked = bench.checked(on)
+    plan, weights = checked.plan, Weights.random(checked.graph, 1)
+    library = bench.library(on, mutated(Mutant("elsewhere", edits)))
+    with World(plan, library, live=1, footprints=True) as world:
+        launch(Verifier(world, checked.graph, weights.packed, weights.env), 1)
+        wrong = differences(plan, world.engine.footprints(), plan.launch.blocks)
+    late = [c.name for c in plan.channels if c.kind is SyncKind.LAMPORT and c.copies == 3]
+    assert late
+    reset = next(s for _, s in steps(plan) if s.call == "reset")
+    want = {
+        f"{reset.index}.reset": tuple(sorted(Touch("empty", "channel", c, ahead) for c in late) for ahead in (2, 1)),
+    }
+    for norm in ("pre_ffn_norm", "pre_expert_norm"):
+        regions = (f"scratch_{norm}", "accum")
+        want[f"{norm}.compute"] = tuple(
+            [Touch("read", "region", region), Touch("write", "region", region)] for region in regions
+        )
+    assert wrong == want
+
+
+# -- what is recorded ------------------------------------------------------------------------------------------
+
+KERNEL = """
+#include <megagen/ptx/bulk.cuh>
+#include <megagen/ptx/control.cuh>
+#include <megagen/ptx/mbarrier.cuh>
+#include <megagen/ptx/memory.cuh>
+
+struct Params {
+    const unsigned char* in;
+    unsigned char* heap;
+    unsigned char* out;
+};
+
+extern "C" __global__ void touches(const __grid_constant__ Params p) {
+    using namespace megagen;
+    const u32 base = ptx::dynamic_shared(), bar = base + 8;
+    const bool first = blockIdx.x == 0;
+    ptx::Step step = 0;
+    if (threadIdx.x == 0) {
+        ptx::mbarrier_init(bar, 3);
+        ptx::fence_mbarrier_init();
+    }
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+    if (threadIdx.x == 0) {
+        step = 1;
+        ptx::mbarrier_arrive_expect_tx(bar, first ? 32 : 4);
+        ptx::mbarrier_arrive_count(bar, 2);
+        step = 2;
+        if (first) {
+            ptx::st_global_v4(p.heap, uint4{1, 0, ~0u, 1});
+            ptx::red_add_release_gpu(p.heap + 64, 1);
+            ptx::st_global_u16(p.out + 512, 1);
+            ptx::bulk_load(base + 64, p.in + 16, 32, bar);
+            step = 3;
+            ptx::st_async(ptx::mapa(base + 128, 1), 5, ptx::mapa(bar, 1));
+        }
+        step = 4;
+        while (!ptx::mbarrier_try_wait_parity_cluster(bar, 0)) ptx::still_waiting(false, 0, 0, 0);
+        step = 5;
+        const u32 x = ptx::ld_shared_u32(base + (first ? 64 : 128));
+        ptx::st_shared_u16(base + 202, x);
+        ptx::red_or_shared(base + (first ? 64 : 128), 1);
+    }
+    __syncwarp();
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+}
+"""
+
+
+def test_what_is_recorded() -> None:
+    """Every kind of access, to the byte where it matters, by the step that began it; nothing unless asked."""
+    path = compile_library(KERNEL, kernels=["touches"], settings=Settings.from_env())
+    for footprints in (False, True):
+        with Engine(path, arena_bytes=1 << 24, footprints=footprints) as engine:
+            kinds = {"in": Kind.CONSTANT, "heap": Kind.EXCHANGE, "out": Kind.OUTPUT}
+            addresses = [engine.allocate(1024, kind=kind, name=name) for name, kind in kinds.items()]
+            for address in addresses:
+                engine.wrote(address, 1024)
+            for _ in range(2):
+                engine.launch("touches", struct.pack("3Q", *addresses), Geometry(2, 32, cluster=2, shared=256))
+            engine.run()
+            found = engine.footprints()
+        if not footprints:
+            assert found == Footprints((), ())
+    for number in (0, 1):
+        assert {f[2:] for f in found.touched if f.launch == number} == {
+            (0xFFFFFFFF, "init", "shared", "", ((8, 16),)),
+            (2, "write", "global", "heap", ((0, 4), (12, 16))),
+            (2, "zeros", "global", "heap", ((4, 8),)),
+            (2, "ones", "global", "heap", ((8, 12),)),
+            (2, "atomic", "global", "heap", ((64, 68),)),
+            (2, "write", "global", "out", ((512, 768),)),
+            (2, "bulk_read", "global", "in", ((0, 256),)),
+            (2, "bulk_write", "shared", "", ((64, 96),)),
+            (2, "complete_tx", "shared", "", ((8, 16),)),
+            (3, "write", "cluster", "", ((128, 132),)),
+            (3, "complete_tx", "cluster", "", ((8, 16),)),
+            (4, "wait", "shared", "", ((8, 16),)),
+            (5, "read", "shared", "", ((64, 68), (128, 132))),
+            (5, "write", "shared", "", ((200, 204),)),
+            (5, "atomic", "shared", "", ((64, 68), (128, 132))),
+        }
+        assert {p[2:] for p in found.phases if p.launch == number} == {
+            (1, "arrive", 8, 3, 2),
+            (1, "expect_tx", 8, 1, 2),
+        }
+
+
+def test_a_place_that_nobody_has_is_an_error() -> None:
+    plan = pipeline.check(pipeline.Request(Path("muse_moe.py"), tp=2, tiny=True)).plan
+    step = next(s for _, s in steps(plan) if s.call == "merge" or s.call == "reduce")
+    end = max(c.offset + c.copies * c.bytes for c in plan.channels)
+    assert end < plan.heap.bytes + 4
+    for space, name, byte in (("global", "heap", plan.heap.bytes), ("shared", "", plan.launch.shared_bytes)):
+        wild = Footprint(0, 0, step.index, "write", space, name, ((byte, byte + 4),))
+        with pytest.raises(MegagenError, match=rf"{step.op}\.{step.call} touches byte {byte} of the .* nobody"):
+            observed(plan, Footprints((wild,), ()))

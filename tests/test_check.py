@@ -17,7 +17,6 @@ from megagen.check import check
 from megagen.check.resources import resources
 from megagen.dsl import L2, KiB, Schedule, cluster, counter, lamport, load
 from megagen.errors import CheckError
-from megagen.ir.graph import DType, Scope
 from megagen.ir.plan import BarrierUse, KernelPlan, Plan, Reset, RoleRef, StepPlan, SyncKind
 from megagen.lower import lower
 from megagen.machines import load as load_machine
@@ -409,21 +408,16 @@ def test_an_unfused_plan_reads_what_an_earlier_kernel_wrote() -> None:
     )
 
 
+LAYER = SHIPPED.with_name("muse_swa.py")
+
+
 def test_summed_contributions_may_use_plus_zero() -> None:
     """[tp, ...] of a K-sharded GEMM: adding -0 for +0 changes no sum."""
-    parts = {"shape": (8, 16, 8, 4096), "rank_stride": 16 * 8 * 4096, "empty": 0, "dtype": DType.BF16, "shard": 4096}
-    plan = shipped()
-    old = plan.channel("expert_out")
-    assert old.scope is Scope.WORLD
-    big = 8 * old.bytes
-    at = plan.heap.bytes
-    moved = part("channels", "expert_out", **parts, bytes=big, offset=at)(plan)
-    moved = part("heap", bytes=at + 3 * big)(moved)
-    check(moved)
-    refused(part("channels", "expert_out", shape=(16, 8, 8 * 4096))(moved), "channels", "expert_out", "0x00000000")
-
-
-LAYER = SHIPPED.with_name("muse_swa.py")
+    plan = lower(load(LAYER, choices={"summed": "0"}))
+    assert plan.channel("projected").empty == 0
+    check(plan)
+    gathered = part("channels", "unpooled", empty=0)(plan)
+    refused(gathered, "channels", "unpooled", "0x00000000")
 
 
 def reader_resets(plan: Plan, channel: str) -> Plan:

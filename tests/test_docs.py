@@ -151,7 +151,7 @@ def desk(tmp_path: Path) -> Iterator[Path]:
 
 def test_every_example_is_of_a_known_sort() -> None:
     known = re.compile(
-        r"python (\w+\.py|fragment|run|from \S+)|diff \w+\.py|text (refusal|explain)|cuda( \w+\.py)?|bash|"
+        r"python (\w+\.py|fragment|run|from \S+)|diff \w+\.py|text (refusal|explain|check)|cuda( \w+\.py)?|bash|"
     )
     for page in PAGES:
         found = split(page)[1]
@@ -200,6 +200,13 @@ def test_explain_excerpts(desk: Path) -> None:
     for fence in found:
         for line in fence.lines():
             assert " ".join(line.split()) in shown, f"{fence}: {line}"
+
+
+def test_proofs_are_those_of_the_layer(desk: Path) -> None:
+    proved = ran("check", "schedules/muse_swa.py").splitlines()
+    (found,) = [f for f in fences("text") if f.info == "text check"]
+    assert [line for line in found.lines() if line not in proved] == []
+    assert len({line.rpartition("[")[2] for line in proved if line.startswith("proved")}) == 8
 
 
 # -- commands ------------------------------------------------------------------------------------------------------

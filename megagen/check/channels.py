@@ -120,6 +120,9 @@ def _layout(plan: Plan, c: ChannelPlan) -> None:
         refuse(RULE, f"{c.name} stays on its rank, and has places for messages of others", c.source)
     if plan.tokens not in c.shape:
         refuse(RULE, f"{c.name} {list(c.shape)} has no place for each of {plan.tokens} tokens", c.source)
+    made, sent = plan.op(c.writers[0].op).sends.get(c.writers[0].role), c.shard * (plan.tp if c.scatter else 1)
+    if made is not None and made != sent:
+        refuse(RULE, f"{c.writers[0]} makes rows of {made} elements, {c.name} takes {sent}", c.source)
     need = c.shard
     for stride, n, what in sorted([(c.row_stride, rows, "rows"), (c.rank_stride, ranks, "ranks")]):
         if n > 1 and stride < need:

@@ -50,6 +50,10 @@ def references(plan: Plan) -> Iterator[Finding]:
             refuse(RULE, f"{op.name} has a weight to stream, or a role that streams one, and not both", op.source)
         if not any(op.name in kernel.ops for kernel in plan.kernels):
             refuse(RULE, f"{op.name} is in no kernel", op.source)
+        used = {purpose for s in op.specs for purpose in s.regions}
+        touched = {port for s in op.specs for port in (*s.reads, *s.writes)}
+        if left := sorted({*op.regions} - used | {*op.channels, *op.tensors} - touched):
+            refuse(RULE, f"no role of {op.name} uses its {left[0]}", op.source)
         for spec in op.specs:
             known(f"port of {op.name}", (*spec.reads, *spec.writes), {*op.channels, *op.tensors})
             known(f"port of {op.name}.{spec.name}", spec.hands_back, spec.reads)

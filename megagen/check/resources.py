@@ -14,6 +14,7 @@ WARPGROUP = 4
 MBARRIER = 8  # bytes
 ACCUM_SLOT = 8 * 2 * 32 * 16  # slices, n8 tiles, lanes, bytes a lane: mma/format.cuh
 CLUSTER_ROW = 16 * 4  # bytes of a token's partial sums in a row block: comm/channel.cuh
+PADDING = 256  # bytes that a copy is rounded up to
 VECTOR = 16  # bytes that a lane reads or empties at once
 Span = tuple[int, int, str, int]  # offset, bytes, what, alignment
 
@@ -165,7 +166,7 @@ def _heap(plan: Plan) -> None:
         if c.kind in (SyncKind.MBARRIER, SyncKind.CLUSTER):
             continue
         size = math.prod(c.shape) * int(c.dtype.bits) // 8
-        if c.bytes < size or c.bytes % VECTOR:
+        if not 0 <= c.bytes - size < PADDING or c.bytes % VECTOR:
             refuse(RULE, f"a copy of {c.name} has {c.bytes} bytes, its tensor {size}", c.source)
         spans += [(c.offset + i * c.bytes, c.bytes, f"copy {i} of {c.name}", VECTOR) for i in range(c.copies)]
         if c.kind in (SyncKind.COUNTER, SyncKind.FLAG):

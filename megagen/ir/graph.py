@@ -209,6 +209,10 @@ class Op(Frozen, ABC):
     def publishes(self, role: str) -> tuple[int, Per]:
         """How many times ``role`` publishes its output over all blocks of a rank, per launch, token or used expert."""
 
+    def sends(self, role: str) -> int | None:
+        """Elements of a row of a message that ``role`` makes on one rank; None: the row is the op's own matter."""
+        return None
+
     @abstractmethod
     def cost(self, routing: Routing) -> Cost:
         """Bytes and operations of one launch on one rank."""

@@ -288,6 +288,7 @@ class _Lowering:
             regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(),
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(), publishes={r.name: op.publishes(r.name) for r in op.roles() if r.writes},
+            sends={r.name: n for r in op.roles() if r.writes and (n := op.sends(r.name)) is not None},
             sources={role: source(loc) for (o, role), (_, loc) in self.s.roles.items() if o == op.name}, stream=stream,
             weight_bytes=cost.weight_bytes, activation_bytes=cost.activation_bytes, operations=cost.operations,
             source=source(locs[0] if locs else None),

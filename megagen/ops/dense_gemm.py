@@ -78,6 +78,9 @@ class DenseGemm(Op):
         blocks = self.rows // ROW_BLOCK
         return (blocks if role == "finish" else blocks * self.k // self.unit_k), "launch"
 
+    def sends(self, role: str) -> int | None:
+        return self.rows if role == "finish" or self.direct else ROW_BLOCK
+
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         out = 4 * t * self.rows if self.partials_only else 2 * t * self.world_rows

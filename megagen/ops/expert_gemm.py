@@ -75,6 +75,9 @@ class ExpertGemm(Op):
     def publishes(self, role: str) -> tuple[int, Per]:
         return self.rows // self.stage_rows, "expert"
 
+    def sends(self, role: str) -> int | None:
+        return self.rows // 2 if self.swiglu else self.rows
+
     def cost(self, routing: Routing) -> Cost:
         slots = routing.tokens * self.top_k
         return Cost(

@@ -36,6 +36,9 @@ class RankSum(Op):
     def publishes(self, role: str) -> tuple[int, Per]:
         return self.width // GROUP, "token"
 
+    def sends(self, role: str) -> int | None:
+        return self.width
+
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         return Cost(

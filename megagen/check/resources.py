@@ -72,7 +72,9 @@ def _shared(plan: Plan) -> None:
     _apart([*regions, *barriers], launch.shared_bytes, "shared memory", launch.source)
     accum = plan.barrier(ACCUM_FULL).slots * ACCUM_SLOT
     sizes = {ring.region: ring.stages * ring.stage_bytes, ACCUM: accum, TABLE: TABLE_BYTES}
-    sizes |= {op.regions[purpose]: size for op in plan.ops for purpose, size in op.shared.items()}
+    for op in plan.ops:
+        for purpose, size in op.shared.items():
+            sizes[op.regions[purpose]] = max(size, sizes.get(op.regions[purpose], 0))
     for c in plan.channels:
         if c.kind is SyncKind.CLUSTER and launch.cluster > 0:
             clusters = max(1, launch.blocks // launch.cluster)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megagen.check import check
 from megagen.check.resources import resources
-from megagen.dsl import L2, KiB, Schedule, cluster, counter, lamport, load
+from megagen.dsl import L2, KiB, Schedule, cluster, counter, flag, lamport, load
 from megagen.errors import CheckError
 from megagen.ir.plan import BarrierUse, KernelPlan, Plan, Reset, RoleRef, StepPlan, SyncKind
 from megagen.lower import lower
@@ -466,6 +466,58 @@ def test_a_reader_may_empty_each_of_two_copies() -> None:
     end = plan.heap.bytes
     roomy = part("heap", bytes=end + 2 * plan.channel("unpooled_partials").bytes)(plan)
     check(part("channels", "unpooled_partials", copies=2, offset=end)(roomy))
+
+
+# -- a block with no share of the work ----------------------------------------------------------------------------
+
+# With fewer tokens than blocks most blocks wait for no counter, count for none and read no table: nothing may rest on
+# the steps of theirs that come before or after. Found by launching these: the first two hang or leave slots full, the
+# third races across ranks.
+IDLE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "partial sums emptied in the launch that makes them": (
+        "pooled_partials",
+        {
+            "finish": 2, "select": 2, "tables": 3, "reset": 3, "routes": counter(),
+            "pooled_partials": lamport(copies=1),
+        },
+        "lamport(copies=2)",
+    ),
+    "emptied after a norm": (
+        "pooled_partials",
+        {"finish": 2, "compute": 12, "reset": 12, "pooled": flag(), "pooled_partials": lamport(copies=1)},
+        "lamport(copies=2)",
+    ),
+    "two copies between ranks behind a flag": (
+        "expert_mid", {"reduce": 12, "compute": 12, "pooled": flag(), "expert_mid": lamport(copies=2)},
+        "lamport(copies=3)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_what_only_a_busy_block_waits_for_orders_nothing(name: str) -> None:
+    channel, changes, fix = IDLE[name]
+    g = muse_spark.expert_block(tp=8, tokens=16)
+    s = Schedule("idle", g, load_machine("h200"), warps=20)
+    at = {"reduce": 2, "finish": 3, "select": 1, "tables": 1, "reset": 1, "compute": 4} | changes
+    s.ring(stages=3, stage_bytes=36 * KiB)
+    s.assign(
+        [getattr(g, name) for name in GEMMS], load_weights=s.warp(0), math=s.warps(4, 12), reduce=s.warp(at["reduce"])
+    )
+    s.assign([g.pooler, g.unpooler], finish=s.warp(at["finish"]))
+    s.assign(g.top_k, select=s.warp(at["select"]), tables=s.warp(at["tables"]))
+    s.assign(
+        [g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=s.warps(at["compute"], at["compute"] + 8)
+    )
+    s.reset(by=s.warp(at["reset"]))
+    edges = {
+        "routes": g.top_k.select >> g.top_k.tables, "pooled_partials": g.pooler.reduce >> g.pooler.finish,
+        "pooled": g.pooler >> g.pre_expert_norm, "expert_mid": g.gate_up >> g.down,
+    }  # fmt: skip
+    for tensor, edge in edges.items():
+        if tensor in changes:
+            s.sync(edge, changes[tensor])
+    refused(lower(s), "races", f"uses of {channel}", "reset empties it", fix)
 
 
 # -- deadlocks, at the user's line -----------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from megagen.check.finding import Finding, placed, proved, refuse, steps, title
-from megagen.ir.graph import DType, Scope
+from megagen.ir.graph import DType, RoleSpec, Scope
 from megagen.ir.plan import ChannelPlan, Plan, Reset, StepPlan, SyncKind
 from megagen.ir.touches import COUNTED, IN_SHARED, region
 
@@ -23,17 +23,19 @@ WHY = {
     SyncKind.FLAG: "it stays in shared memory",
     SyncKind.LAMPORT: "it stays in shared memory",
 }
-SYNCS = {s: " or ".join(f"{k.value}()" for k in sorted(kinds)) for s, kinds in LEGAL.items()}
 ALL_ONES = 0xFFFFFFFF  # a NaN that no conversion makes; neither an expert's id nor a weight's bits
 MOST_COPIES = 3  # comm/channel.cuh
 
 
 def channels(plan: Plan) -> Iterator[Finding]:
     """Scopes, empty values, counts, places of messages; warns of fences that wait for bulk loads."""
+    specs = placed(plan)
+    for step in (s for kernel in plan.kernels for _, s in steps(kernel) if s.op is not None):
+        _ports(plan, specs, step)
     for c in plan.channels:
         _scope(plan, c)
         if c.kind is SyncKind.LAMPORT:
-            _empty(c)
+            _empty(plan, c)
         _copies(plan, c)
         _ends(plan, c)
         _counts(plan, c)
@@ -57,7 +59,7 @@ def _scope(plan: Plan, c: ChannelPlan) -> None:
             f"{c.name} travels {how}, {c.kind.value} cannot carry it: {WHY[c.kind]}",
             c.source,
             plan.launch.source,
-            hint=f"use {SYNCS[c.scope]}",
+            hint=f"use {_primitives(c)}",
         )
     if c.kind in IN_SHARED and c.barrier is None:
         refuse(RULE, f"{c.name} has no barrier", c.source)
@@ -78,11 +80,24 @@ def _scope(plan: Plan, c: ChannelPlan) -> None:
             refuse(RULE, f"{c.name} is at {c.shared_offset} of shared memory, which is not its region", c.source)
 
 
-def _empty(c: ChannelPlan) -> None:
+def _primitives(c: ChannelPlan) -> str:
+    sums = len(c.shape) == 4 and {w.op for w in c.writers} == {r.op for r in c.readers}
+    kinds = [k for k in LEGAL[c.scope] if sums or k is not SyncKind.CLUSTER]
+    said = " or ".join(f"{k.value}()" for k in sorted(kinds))
+    return said if c.scope is not Scope.BLOCK else f"{said}, its default; name roles if another tensor was meant"
+
+
+def _summed(plan: Plan, c: ChannelPlan) -> bool:
+    """Whether a message is a rank's contribution to a sum, and not its shard of every row."""
+    whole = (c.shape[-1], math.prod(c.shape) // plan.tp, c.shape[-1])
+    own_axis = len(c.shape) > 2 and c.shape[0] == plan.tp
+    return c.scope is Scope.WORLD and own_axis and (c.row_stride, c.rank_stride, c.shard) == whole
+
+
+def _empty(plan: Plan, c: ChannelPlan) -> None:
     if c.empty == ALL_ONES and c.dtype in (DType.BF16, DType.FP32, DType.U32):
         return
-    contributions = c.scope is Scope.WORLD and c.shape[0] * c.rank_stride == math.prod(c.shape)
-    if c.empty == 0 and contributions and c.dtype in (DType.BF16, DType.FP32):
+    if c.empty == 0 and _summed(plan, c) and c.dtype in (DType.BF16, DType.FP32):
         return  # summed: +0 may travel as -0
     shown = "nothing" if c.empty is None else f"0x{c.empty:08x}"
     refuse(
@@ -110,26 +125,29 @@ def _copies(plan: Plan, c: ChannelPlan) -> None:
 
 
 def _layout(plan: Plan, c: ChannelPlan) -> None:
-    """Messages [rank][row][shard] fill a copy, and no two share an element."""
-    ranks = plan.tp if c.scope is Scope.WORLD else 1
-    elements = math.prod(c.shape)
-    rows, rest = divmod(elements, max(1, ranks * c.shard))
-    if rest or not rows:
-        refuse(RULE, f"{c.name}: {ranks} x rows of {c.shard} elements do not make its {elements}", c.source)
-    if ranks == 1 and c.rank_stride and c.scope is not Scope.WORLD:
-        refuse(RULE, f"{c.name} stays on its rank, and has places for messages of others", c.source)
+    """A message's element stands where readers of the row-major tensor look for it, and no two share a place.
+
+    Within a rank there is one message. Between ranks each makes a shard of every row, or a contribution of its own.
+    """
     if plan.tokens not in c.shape:
         refuse(RULE, f"{c.name} {list(c.shape)} has no place for each of {plan.tokens} tokens", c.source)
-    made, sent = plan.op(c.writers[0].op).sends.get(c.writers[0].role), c.shard * (plan.tp if c.scatter else 1)
+    row, elements = c.shape[-1], math.prod(c.shape)
+    forms = {"its own": (row, 0, row)}
+    if c.scope is Scope.WORLD:
+        forms = {"a shard of each row": (row, row // plan.tp, row // plan.tp)}
+        if c.shape[0] == plan.tp:
+            forms["a contribution"] = (row, elements // plan.tp, row)
+    if (c.row_stride, c.rank_stride, c.shard) not in forms.values():
+        refuse(
+            RULE,
+            f"{c.name} {list(c.shape)}: rows {c.row_stride} elements apart, ranks {c.rank_stride}, {c.shard} in a "
+            f"message's row; it is {' or '.join(f'{what}, {form}' for what, form in forms.items())}",
+            c.source,
+        )
+    writer = c.writers[0]
+    made, sent = plan.op(writer.op).sends.get(writer.role), c.shard * (plan.tp if c.scatter else 1)
     if made is not None and made != sent:
-        refuse(RULE, f"{c.writers[0]} makes rows of {made} elements, {c.name} takes {sent}", c.source)
-    need = c.shard
-    for stride, n, what in sorted([(c.row_stride, rows, "rows"), (c.rank_stride, ranks, "ranks")]):
-        if n > 1 and stride < need:
-            refuse(RULE, f"{c.name}: {what} stand {stride} elements apart, and {need} belong to one", c.source)
-        need += (n - 1) * stride
-    if need > elements:
-        refuse(RULE, f"{c.name}: the last message ends at element {need} of {elements}", c.source)
+        refuse(RULE, f"{writer} makes rows of {made} elements, {c.name} takes {sent}", c.source)
 
 
 def _counts(plan: Plan, c: ChannelPlan) -> None:
@@ -153,7 +171,6 @@ def _ends(plan: Plan, c: ChannelPlan) -> None:
         for _, step in steps(kernel):
             if step.op is None:
                 continue
-            _ports(plan, step)
             if (step.op, step.call) not in specs:
                 continue
             if c.name in step.writes:
@@ -170,11 +187,11 @@ def _ends(plan: Plan, c: ChannelPlan) -> None:
         refuse(RULE, f"{c.name} has several writers ({', '.join(map(str, c.writers))}): who writes what?", c.source)
 
 
-def _ports(plan: Plan, step: StepPlan) -> None:
+def _ports(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan) -> None:
     """What a step reads and writes are the ports of its role; an L2 prefetch reads what the loads read."""
     op = plan.op(step.op or "")
     prefetch = step.call not in {s.name for s in op.specs}
-    spec = placed(plan)[op.name, "load_weights" if prefetch else step.call]
+    spec = specs[op.name, "load_weights" if prefetch else step.call]
     for verb, said, ports in (("reads", step.reads, spec.reads), ("writes", step.writes, spec.writes)):
         own = tuple(op.channels[p] for p in ports if p in op.channels)
         if said != own:

@@ -3,13 +3,14 @@
 A program that eight warps run is two warps here, a grid two blocks, the group two ranks, and each does the same; a
 stretch of launches is as long as the copies of a channel make it matter. An edge stands only where PTX orders memory:
 
-- program order in a warp;
+- program order in a warp, and all steps of a launch before its end;
 - an mbarrier that completes once a launch: all that arrive, before all that wait;
-- a counter or flag: all that publish (a rank's, or every rank's), before all that wait for it;
-- the block's own barriers: its start before all steps, all steps before its end;
 - the end of a launch before the next one's attach (``griddepcontrol.wait``), or without PDL before all of it;
-- data that is its own flag orders the word read, and no other. But the end of a launch is a fence, and so is attach:
-  who has read such a word from a rank comes, once its own launch has ended, after all that the writer had attached to.
+- a message between ranks: what its writer had attached to, before the end of the launch that read it.
+
+A channel orders nothing else. Data that is its own flag orders the word read, and no other. A counter or flag would
+order more, but only for those who wait and publish: a block to which a role gives no share of the work (fewer tokens
+than blocks) passes it by.
 
 What the roles of a stream do to the ring and the accumulators is ordered slot by slot, which is
 :mod:`megagen.check.ring`'s and :mod:`megagen.check.mbarriers`' business.
@@ -19,14 +20,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from graphlib import TopologicalSorter
 from itertools import product
 from typing import NamedTuple
 
-import networkx as nx
-
+from megagen.check.finding import steps
 from megagen.ir.graph import Scope
-from megagen.ir.plan import ChannelPlan, KernelPlan, Plan, StepPlan, SyncKind
-from megagen.ir.touches import COUNTED
+from megagen.ir.plan import KernelPlan, Plan, StepPlan
 
 LAUNCHES = 4  # one more than a channel may have copies
 RANKS = BLOCKS = WARPS = 2
@@ -43,7 +43,10 @@ class At(NamedTuple):
     place: int
 
 
-Node = tuple[At, bool] | tuple[int, int, int]  # begin or end of a step; the end of a launch's kernel on a rank
+# A step begins, enters its work (what its role waits for itself has come, if there is work) and ends; the end of a
+# launch's kernel on a rank.
+Node = tuple[At, str] | tuple[int, int, int]
+BEGIN, ENTER, END = "begin", "enter", "end"
 
 
 class Happens:
@@ -52,24 +55,24 @@ class Happens:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.ranks = RANKS if any(c.scope is Scope.WORLD for c in plan.channels) else 1
-        self.graph: nx.DiGraph = nx.DiGraph()
+        self.edges: dict[Node, set[Node]] = defaultdict(set)  # from what comes after to what comes before
         self.steps: dict[At, StepPlan] = {}
         for launch, (number, kernel), rank in product(range(LAUNCHES), enumerate(plan.kernels), range(self.ranks)):
             self._kernel(launch, number, kernel, rank)
         for launch in range(LAUNCHES):
-            self._channels(launch)
+            self._messages(launch)
         self._index: dict[Node, int] = {}
-        self._after: dict[Node, int] = {}  # bit i: the node of that index comes after
-        for i, node in enumerate(reversed(list(nx.topological_sort(self.graph)))):
+        self._before: dict[Node, int] = {}  # bit i: the node of that index comes before, or is this one
+        for i, node in enumerate(TopologicalSorter(self.edges).static_order()):
             self._index[node] = i
-            found = 0
-            for after in self.graph.successors(node):
-                found |= self._after[after] | 1 << self._index[after]
-            self._after[node] = found
+            found = 1 << i
+            for earlier in self.edges.get(node, ()):
+                found |= self._before[earlier]
+            self._before[node] = found
 
     def before(self, a: At, b: At) -> bool:
         """Whether all that ``a`` does comes before all that ``b`` does."""
-        return bool(self._after[a, True] >> self._index[b, False] & 1)
+        return bool(self._before[b, ENTER] >> self._index[a, END] & 1)
 
     def block(self) -> dict[At, StepPlan]:
         """Steps of one block in the first launch, all kernels."""
@@ -77,8 +80,12 @@ class Happens:
 
     # edges ------------------------------------------------------------------------------------------------------
 
+    def _edge(self, before: Node, after: Node) -> None:
+        self.edges[after].add(before)
+
     def _edges(self, before: Iterable[Node], after: Iterable[Node]) -> None:
-        self.graph.add_edges_from(product(before, after))
+        for node in after:
+            self.edges[node].update(before)
 
     def _kernel(self, launch: int, number: int, kernel: KernelPlan, rank: int) -> None:
         end = (launch, number, rank)
@@ -92,42 +99,33 @@ class Happens:
                     for place, step in enumerate(program.steps):
                         at = At(launch, number, rank, block, warp, place)
                         self.steps[at] = step
-                        self.graph.add_edge((at, False), (at, True))
+                        self._edges([(at, BEGIN)], [(at, ENTER), (at, END)])
                         if before is not None:
-                            self.graph.add_edge(before, (at, False))
+                            self._edge(before, (at, BEGIN))
                         waits = step.call == "attach" if self.plan.launch.pdl else place == 0
                         if waits and last[0] >= 0:
-                            self.graph.add_edge(last, (at, False))
+                            self._edge(last, (at, BEGIN))
                         for use in step.barriers:
                             if use.per == "launch" and use.action == "arrive":
-                                arrive[use.barrier].append((at, True))
+                                arrive[use.barrier].append((at, END))
                             elif use.per == "launch" and use.action == "wait":
-                                wait[use.barrier].append((at, False))
-                        before = (at, True)
+                                wait[use.barrier].append((at, BEGIN if step.op is None else ENTER))
+                        before = (at, END)
                     if before is not None:
-                        self.graph.add_edge(before, end)
+                        self._edge(before, end)
             for name, arrivals in arrive.items():
                 self._edges(arrivals, wait[name])
 
-    def _channels(self, launch: int) -> None:
-        writers, readers = defaultdict(list), defaultdict(list)
-        for at, step in self.steps.items():
-            if at.launch == launch and step.call != "reset":
-                for name in step.writes:
-                    writers[name].append(at)
-                for name in step.reads:
-                    readers[name].append(at)
+    def _messages(self, launch: int) -> None:
+        """In every message between ranks stands something of all of them."""
+        kernels = self.plan.kernels
+        calls = [(i, s) for i, kernel in enumerate(kernels) for _, s in steps(kernel) if s.call != "reset"]
         for c in self.plan.channels:
-            if c.kind in COUNTED:
-                for w, r in product(writers[c.name], readers[c.name]):
-                    if w.rank == r.rank or c.scope is Scope.WORLD:
-                        self.graph.add_edge((w, True), (r, False))
-            elif c.kind is SyncKind.LAMPORT and c.scope is Scope.WORLD:
-                self._heard(launch, c, {w.kernel for w in writers[c.name]}, {r.kernel for r in readers[c.name]})
-
-    def _heard(self, launch: int, c: ChannelPlan, writing: set[int], reading: set[int]) -> None:
-        """Its readers hear from every rank: in each message stands something of all of them."""
-        for w, r, (writer, reader) in product(writing, reading, product(range(self.ranks), repeat=2)):
-            attached = (launch, w - 1, writer) if w else (launch - 1, len(self.plan.kernels) - 1, writer)
-            if attached[0] >= 0:
-                self.graph.add_edge(attached, (launch, r, reader))
+            if c.scope is not Scope.WORLD:
+                continue
+            writing = {i for i, s in calls if c.name in s.writes}
+            reading = {i for i, s in calls if c.name in s.reads}
+            for w, r, sender, receiver in product(writing, reading, range(self.ranks), range(self.ranks)):
+                attached = (launch, w - 1, sender) if w else (launch - 1, len(kernels) - 1, sender)
+                if attached[0] >= 0:
+                    self._edge(attached, (launch, r, receiver))

@@ -45,7 +45,8 @@ class Problem(NamedTuple):
 def races(plan: Plan) -> Iterator[Finding]:
     """Exchange memory over launches and ranks, shared memory in a block, tensors between launches."""
     happens = Happens(plan)
-    touched = {at: touches(plan, step) for at, step in happens.steps.items()}
+    each = {id(step): touches(plan, step) for step in happens.steps.values()}
+    touched = {at: each[id(step)] for at, step in happens.steps.items()}
     pairs = {Scope.RANK: 0, Scope.WORLD: 0}
     for c in plan.channels:
         if c.kind in IN_SHARED:
@@ -80,10 +81,9 @@ def _channel(happens: Happens, c: ChannelPlan) -> Problem | int:
     plan = happens.plan
     data: dict[int, list[Access]] = defaultdict(list)
     words: dict[int, list[Access]] = defaultdict(list)
+    each = {id(step): list(_of(plan, step, c)) for step in happens.steps.values() if _may_touch(step, c)}
     for at, step in happens.steps.items():
-        if step.call != "reset" and c.name not in step.reads and c.name not in step.writes:
-            continue
-        for touch in _of(plan, step, c):
+        for touch in each.get(id(step), ()):
             if at.rank and (c.scope is not Scope.WORLD or touch.verb not in ("write", "publish")):
                 continue  # another rank reads and empties its own memory
             if touch.verb == "empty" and touch.what == "counter" and at.block:
@@ -98,7 +98,7 @@ def _channel(happens: Happens, c: ChannelPlan) -> Problem | int:
             if a.at == b.at or (a.verb == b.verb == "write" and a.at.rank != b.at.rank):
                 continue  # one warp's own order; messages of two ranks stand apart
             pairs += 1
-            if not _in_order(happens, c, a, b) and not _seen(happens, c, accesses, a, b):
+            if not _in_order(happens, c, accesses, a, b):
                 unordered.append((a, b))
     if unordered:
         a, b = min(unordered, key=_plain)
@@ -113,6 +113,10 @@ def _plain(pair: tuple[Access, Access]) -> tuple[bool, bool, At, At]:
     return "empty" not in verbs, "read" not in verbs, pair[0].at, pair[1].at
 
 
+def _may_touch(step: StepPlan, c: ChannelPlan) -> bool:
+    return step.call == "reset" or c.name in step.reads or c.name in step.writes
+
+
 def _of(plan: Plan, step: StepPlan, c: ChannelPlan) -> Iterator[Touch]:
     """Touches of a channel, which may have been changed to see whether that would help."""
     if plan.channel(c.name) != c:
@@ -124,51 +128,46 @@ def _of(plan: Plan, step: StepPlan, c: ChannelPlan) -> Iterator[Touch]:
             yield touch
 
 
-def _in_order(happens: Happens, c: ChannelPlan, a: Access, b: Access) -> bool:
+def _in_order(happens: Happens, c: ChannelPlan, accesses: Sequence[Access], a: Access, b: Access) -> bool:
     """``a`` is of an earlier launch, or of the same."""
-    if happens.before(a.at, b.at):
+    if _comes_before(happens, accesses, a, b):
         return True
     if a.at.launch != b.at.launch:
         return False
-    if happens.before(b.at, a.at):
+    if _comes_before(happens, accesses, b, a):
         return True
     verbs = {a.verb, b.verb}
-    same = _role(a) == _role(b)
     if len(verbs) == 1:
-        return same  # of one role: each warp has its own part
-    if c.kind is not SyncKind.LAMPORT:
-        return False
-    if verbs == {"read", "write"}:
-        return True  # each word is its own flag
+        return _role(a) == _role(b) and a.at.kernel == b.at.kernel  # each warp has its own part
+    if "empty" not in verbs:
+        return True  # whoever reads waits for what is written, by word or by count
     # A reader empties what it has read, which its writer has written: if nobody else reads it.
     emptier, other = (a, b) if a.verb == "empty" else (b, a)
-    return emptier.step.call != "reset" and (other.verb == "write" or same)
+    return emptier.step.call != "reset" and (other.verb in ("write", "publish") or _role(a) == _role(b))
 
 
-def _seen(happens: Happens, c: ChannelPlan, accesses: Sequence[Access], a: Access, b: Access) -> bool:
-    """A word that is its own flag was written before whoever comes after its readers: they have all waited for it."""
-    if c.kind is not SyncKind.LAMPORT or a.verb != "write":
+def _comes_before(happens: Happens, accesses: Sequence[Access], a: Access, b: Access) -> bool:
+    """Whether ``a`` does; what is written comes before whoever comes after all of its readers, who waited for it."""
+    if happens.before(a.at, b.at):
+        return True
+    if a.verb not in ("write", "publish"):
         return False
-    readers = [x for x in accesses if x.verb == "read" and x.at.launch == a.at.launch]
+    readers = [x for x in accesses if x.verb in READS and x.at.launch == a.at.launch]
     return bool(readers) and all(happens.before(r.at, b.at) for r in readers)
 
 
 def _life(happens: Happens, c: ChannelPlan, copies: dict[int, list[Access]]) -> Problem | None:
-    """Between two launches' use of a copy it is emptied, after all of the one and before all of the other."""
+    """A copy is emptied between two launches' use of it: after all of the one, before the other launch begins."""
     for accesses in copies.values():
         uses: dict[int, list[Access]] = defaultdict(list)
         for x in accesses:
             if x.verb != "empty":
                 uses[x.at.launch].append(x)
         for launch, used in uses.items():
-            again = uses.get(launch + c.copies)
-            if again is None:
+            if launch + c.copies not in uses:
                 continue
-            emptied = [x for x in accesses if x.verb == "empty" and launch <= x.at.launch <= launch + c.copies]
-            if not any(
-                all(_after(happens, u, e) for u in used) and all(happens.before(e.at, u.at) for u in again)
-                for e in emptied
-            ):
+            emptied = [x for x in accesses if x.verb == "empty" and launch <= x.at.launch < launch + c.copies]
+            if not any(all(_emptied(happens, accesses, u, e) for u in used) for e in emptied):
                 what = "the counter of " * (c.kind in COUNTED)
                 return Problem(
                     f"nothing empties {what}{c.name} between two launches' use of the same copy",
@@ -177,9 +176,10 @@ def _life(happens: Happens, c: ChannelPlan, copies: dict[int, list[Access]]) -> 
     return None
 
 
-def _after(happens: Happens, use: Access, emptied: Access) -> bool:
-    """Whoever empties in the launch of the use is its reader, and knows; that later ones are in order is known."""
-    return use.verb == "write" or use.at.launch == emptied.at.launch or happens.before(use.at, emptied.at)
+def _emptied(happens: Happens, accesses: Sequence[Access], use: Access, by: Access) -> bool:
+    """Whether ``by`` empties after the use; a reader does, after its own."""
+    own = by.step.call != "reset" and by.at.launch == use.at.launch
+    return own or _comes_before(happens, accesses, use, by)
 
 
 def _pair(name: str, a: Access, b: Access) -> str:
@@ -208,7 +208,8 @@ def _fix(happens: Happens, c: ChannelPlan) -> str | None:
         ways += [(1, Reset.READER)]
     for copies, reset in ways:
         if isinstance(_channel(happens, c.model_copy(update={"copies": copies, "reset": reset})), int):
-            said = f"copies={copies}" + ", reset=by_reader" * (reset is Reset.READER)
+            zero = "POSITIVE_ZERO, " * (c.empty == 0)
+            said = zero + f"copies={copies}" + ", reset=by_reader" * (reset is Reset.READER)
             return f"lamport({said})" if c.kind is SyncKind.LAMPORT else said
     return None
 

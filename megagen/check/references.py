@@ -48,8 +48,8 @@ def references(plan: Plan) -> Iterator[Finding]:
         known("role", op.roles, specs)
         if any(s.stream for s in op.specs) != (op.stream is not None):
             refuse(RULE, f"{op.name} has a weight to stream, or a role that streams one, and not both", op.source)
-        if not any(op.name in kernel.ops for kernel in plan.kernels):
-            refuse(RULE, f"{op.name} is in no kernel", op.source)
+        if (n := sum(kernel.ops.count(op.name) for kernel in plan.kernels)) != 1:
+            refuse(RULE, f"{op.name} is in {n or 'no'} kernel{'s' * (n > 1)}", op.source)
         used = {purpose for s in op.specs for purpose in s.regions}
         touched = {port for s in op.specs for port in (*s.reads, *s.writes)}
         if left := sorted({*op.regions} - used | {*op.channels, *op.tensors} - touched):

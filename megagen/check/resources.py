@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator
 
 from megagen.check.finding import Finding, proved, refuse
-from megagen.ir.plan import Plan, Source, SyncKind
+from megagen.ir.plan import OpPlan, Plan, Source, SyncKind
 from megagen.ir.touches import ACCUM, ACCUM_FULL, TABLE, TABLE_BYTES
 
 RULE = "resources"
@@ -59,13 +59,16 @@ def _shared(plan: Plan) -> None:
     launch, ring, limit = plan.launch, plan.ring, plan.machine.shared_bytes
     if launch.shared_bytes > limit:
         others = launch.shared_bytes - ring.stages * ring.stage_bytes
-        fit = max(0, limit - others) // ring.stage_bytes
+        fit = max(0, limit - others) // max(1, ring.stage_bytes)
+        parts = {"ring": ring.stages * ring.stage_bytes, "accumulators": plan.barrier(ACCUM_FULL).slots * ACCUM_SLOT}
+        parts |= {c.name: r.bytes for c in plan.channels for r in plan.regions if r.name == f"cluster_{c.name}"}
+        shown = ", ".join(f"{what} {size}" for what, size in sorted(parts.items(), key=lambda x: -x[1]))
         refuse(
             RULE,
             f"a block needs {launch.shared_bytes} bytes of shared memory, {plan.machine.name} has {limit}",
             ring.source,
             launch.source,
-            hint=f"a ring of {fit} stages of {ring.stage_bytes} bytes would fit",
+            hint=f"a ring of {fit} stages of {ring.stage_bytes} bytes would fit" if fit else f"of these: {shown}",
         )
     regions: list[Span] = [(r.offset, r.bytes, r.name, max(r.align, VECTOR)) for r in plan.regions]
     barriers: list[Span] = [(b.offset, MBARRIER * b.slots, b.name, MBARRIER) for b in plan.barriers]
@@ -84,15 +87,21 @@ def _shared(plan: Plan) -> None:
     for name, size in sizes.items():
         if held.get(name, 0) < size:
             refuse(RULE, f"region {name} of shared memory has {held.get(name, 0)} bytes, {size} are used", ring.source)
-    for op in plan.ops:
-        if op.stream is not None and op.stream.stage_bytes > ring.stage_bytes:
-            refuse(
-                RULE,
-                f"ring too small: a stage of {op.name} is {op.stream.stage_bytes} bytes, the ring's {ring.stage_bytes}",
-                ring.source,
-                op.source,
-                hint=f"s.ring(stages={ring.stages}, stage_bytes={-(-op.stream.stage_bytes // 1024)} * KiB)",
-            )
+    if ring.stage_bytes % VECTOR:
+        refuse(RULE, f"a stage of {ring.stage_bytes} bytes: bulk copies take multiples of {VECTOR}", ring.source)
+    largest = max((op for op in plan.ops if op.stream), key=_stage, default=None)
+    if largest is not None and _stage(largest) > ring.stage_bytes:
+        refuse(
+            RULE,
+            f"ring too small: a stage of {largest.name} is {_stage(largest)} bytes, the ring's {ring.stage_bytes}",
+            ring.source,
+            largest.source,
+            hint=f"s.ring(stages={ring.stages}, stage_bytes={-(-_stage(largest) // 1024)} * KiB)",
+        )
+
+
+def _stage(op: OpPlan) -> int:
+    return op.stream.stage_bytes if op.stream else 0
 
 
 def _registers(plan: Plan) -> str:
@@ -103,7 +112,12 @@ def _registers(plan: Plan) -> str:
         if any(n % 8 or not 24 <= n <= 256 for n in pair):
             refuse(RULE, f"registers={pair}: setmaxnreg takes multiples of 8 from 24 to 256", launch.source)
         if launch.warps % WARPGROUP:
-            refuse(RULE, f"setmaxnreg needs whole warpgroups, a block of {launch.warps} warps has none", launch.source)
+            refuse(
+                RULE,
+                f"setmaxnreg needs whole warpgroups, a block of {launch.warps} warps is none",
+                launch.source,
+                hint=f"warps={-(-launch.warps // WARPGROUP) * WARPGROUP}, or leave registers out",
+            )
         for program in (p for k in plan.kernels for p in k.programs):
             if program.first < WARPGROUP < program.first + program.count:
                 refuse(RULE, f"setmaxnreg needs a branch a warpgroup, a program begins at warp {program.first} and "
@@ -144,7 +158,13 @@ def _resident(plan: Plan) -> None:
         known = f"it knows {', '.join(map(str, sorted(fit)))}"
         refuse(RULE, f"{plan.machine.name} knows no clusters of {launch.cluster} blocks", launch.source, hint=known)
     if launch.blocks < 1 or launch.blocks % launch.cluster:
-        refuse(RULE, f"{launch.blocks} blocks do not make whole clusters of {launch.cluster}", launch.source)
+        whole = max(1, launch.blocks // launch.cluster) * launch.cluster
+        refuse(
+            RULE,
+            f"{launch.blocks} blocks do not make whole clusters of {launch.cluster}",
+            launch.source,
+            hint=f"blocks={whole}",
+        )
     if launch.blocks > fit[launch.cluster]:
         refuse(
             RULE,

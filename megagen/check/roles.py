@@ -114,6 +114,8 @@ def _ran(plan: Plan, kernel: KernelPlan) -> None:
         if step.op is None or (step.op, step.call) not in specs:
             continue
         spec, given = specs[step.op, step.call], plan.op(step.op).roles[step.call]
+        if step.op not in wanted and not spec.every_block:
+            refuse(RULE, f"{kernel.name} runs {step.op}.{step.call}, which another kernel does", step.source)
         seen = ran.setdefault((step.op, step.call), [])
         seen += [w for w in warps(program) if not (spec.stream and w in seen)]  # a stream may come in shares
         if not spec.stream and step.args != (given[:1] if max(spec.warps) > 1 else ()):

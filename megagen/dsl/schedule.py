@@ -30,6 +30,10 @@ KEYWORDS = frozenset(  # of C++20: a kernel cannot be called so
     while xor xor_eq""".split()
 )
 
+# templates/kernel: what stands beside a kernel, by whose name it would be hidden
+TAKEN = frozenset({"barrier", "channel", "tensor", "policy", "Params", "RingPolicy", "AccumPolicy", "TablePolicy",
+                   "KernelPolicy", "Ctx", "megagen", "main"})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Warps:
@@ -476,6 +480,8 @@ def _kernel_name(name: Any, loc: Loc | None) -> None:
     hint = None
     if name in KEYWORDS:
         hint = f"{name!r} is a keyword of C++"
+    elif name in TAKEN:
+        hint = f"the emitted code has a {name!r} of its own"
     elif re.match(r"__|_[A-Z]", name):
         hint = "C++ keeps names that begin with two underscores, or one and a capital, to itself"
     elif not re.fullmatch(r"[A-Za-z_][A-Za-z_0-9]*", name):

@@ -45,7 +45,8 @@ MEGAGEN_DEVICE void add_row(float (&y)[8], uint4 low, uint4 high) {
     for (u32 i = 0; i < 8; ++i) y[i] += __uint_as_float(word[i]);
 }
 
-// Eight elements of kParts ranks' contributions in bf16, added in rank order.
+// Eight elements of kParts ranks' contributions in bf16, added in rank order. A zero is +0: whether it came as -0 may
+// depend on the word that means empty.
 template <u32 kParts>
 MEGAGEN_DEVICE void sum_parts(const uint4* v, float (&sum)[8]) {
     unpack<8>(v[0], sum);
@@ -56,6 +57,8 @@ MEGAGEN_DEVICE void sum_parts(const uint4* v, float (&sum)[8]) {
 #pragma unroll
         for (u32 e = 0; e < 8; ++e) sum[e] += more[e];
     }
+#pragma unroll
+    for (u32 e = 0; e < 8; ++e) sum[e] += 0.0f;
 }
 
 // 1 + w of eight consecutive elements; gains are kept as the checkpoint has them.

@@ -145,9 +145,10 @@ def _layout(plan: Plan, c: ChannelPlan) -> None:
             c.source,
         )
     writer = c.writers[0]
-    made, sent = plan.op(writer.op).sends.get(writer.role), c.shard * (plan.tp if c.scatter else 1)
+    made = plan.op(writer.op).sends.get(writer.role)
+    sent = c.shard * (plan.tp if c.scatter else 1) * int(c.dtype.bits) // 8
     if made is not None and made != sent:
-        refuse(RULE, f"{writer} makes rows of {made} elements, {c.name} takes {sent}", c.source)
+        refuse(RULE, f"{writer} makes rows of {made} bytes, {c.name} takes {sent}", c.source)
 
 
 def _counts(plan: Plan, c: ChannelPlan) -> None:

@@ -210,7 +210,7 @@ class Op(Frozen, ABC):
         """How many times ``role`` publishes its output over all blocks of a rank, per launch, token or used expert."""
 
     def sends(self, role: str) -> int | None:
-        """Elements of a row of a message that ``role`` makes on one rank; None: the row is the op's own matter."""
+        """Bytes of a row of a message that ``role`` makes on one rank; None: the row is the op's own matter."""
         return None
 
     @abstractmethod

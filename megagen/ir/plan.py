@@ -201,7 +201,7 @@ class OpPlan(Frozen):
     roles: Mapping[str, tuple[int, ...]]  # role -> warps that the schedule gave it
     specs: tuple[RoleSpec, ...]  # what the roles accept
     publishes: Mapping[str, tuple[int, Per]] = {}  # role that writes -> how often, over all blocks of a rank
-    sends: Mapping[str, int] = {}  # role that writes -> elements of a row that it makes on a rank
+    sends: Mapping[str, int] = {}  # role that writes -> bytes of a row that it makes on a rank
     sources: Mapping[str, Source] = {}  # role -> the line that placed it
     stream: StreamPlan | None
     weight_bytes: int  # of one launch at the plan's nominal routing

@@ -79,7 +79,7 @@ class DenseGemm(Op):
         return (blocks if role == "finish" else blocks * self.k // self.unit_k), "launch"
 
     def sends(self, role: str) -> int | None:
-        return self.rows if role == "finish" or self.direct else ROW_BLOCK
+        return 2 * self.rows if role == "finish" or self.direct else 4 * ROW_BLOCK
 
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens

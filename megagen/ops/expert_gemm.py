@@ -76,7 +76,7 @@ class ExpertGemm(Op):
         return self.rows // self.stage_rows, "expert"
 
     def sends(self, role: str) -> int | None:
-        return self.rows // 2 if self.swiglu else self.rows
+        return self.rows if self.swiglu else 2 * self.rows
 
     def cost(self, routing: Routing) -> Cost:
         slots = routing.tokens * self.top_k

@@ -37,7 +37,7 @@ class RankSum(Op):
         return self.width // GROUP, "token"
 
     def sends(self, role: str) -> int | None:
-        return self.width
+        return 2 * self.width
 
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens

@@ -50,6 +50,9 @@ class TopK(Op):
     def publishes(self, role: str) -> tuple[int, Per]:
         return 1, "token"
 
+    def sends(self, role: str) -> int | None:
+        return 8 * self.k if role == "select" else None
+
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens
         return Cost(

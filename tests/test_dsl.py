@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -641,3 +642,11 @@ def test_a_schedule_may_define_a_dataclass(tmp_path: Path) -> None:
         "@dataclass\nclass Knob:\n    size: int\n" + (resources.schedules() / "muse_moe.py").read_text("utf-8")
     )
     assert load(file).name == "muse_moe"
+
+
+def test_many_threads_may_load() -> None:
+    """Modules and prints are the process's, so files run one after the other."""
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: load("muse_moe.py"), range(32)))
+    assert len({s.graph.model_dump_json() for s in found}) == 1
+    assert not [name for name in sys.modules if name.startswith("megagen_schedule")]

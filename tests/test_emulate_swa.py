@@ -1,4 +1,5 @@
-"""The sliding-window layer on emulated ranks: chains and trees, before and past the window; the same bits anyhow."""
+"""The sliding-window layer on emulated ranks: chains and trees, before and past the window. However it is placed:
+placements.py."""
 
 from __future__ import annotations
 
@@ -15,14 +16,6 @@ from megagen.models.muse_spark import tiny
 WINDOW = 128  # of a tiny layer: two chunks of 64; its caches hold four
 LAST = (1 << 31) - 16  # the most tokens that a cache can have had before a launch
 
-# Every way to synchronise, every home of a weight, roles on other warps: each is other code for the same bits.
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "unfused": {"fused": False},
-    "counter": {"choices": {"sync": "counter", "early_trigger": "True"}},
-    "flag": {"choices": {"sync": "flag", "o_proj": "quarter"}},
-    "cluster": {"choices": {"sync": "cluster", "cluster": "2", "next_qkvg": "3/8"}},
-    "moved": {"choices": {"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"}},
-}
 READABLE = {"attended", "projected", "normed", "unpooled", "stream_out", "next_normed", "next_q", "next_gate"}
 CACHES = {"next_k_cache", "next_v_cache"}
 
@@ -114,25 +107,6 @@ def test_late_in_a_sequence(emulate: Any, context: int) -> None:
     options = {**small(1, window=100), "next_rope": "no"}
     kernel = emulate("muse_swa.py", ranks=1, seed=3, race=True, options=options)
     kernel.check(tokens=5, context=context, tree=True, route_override=few(5))
-
-
-def test_placement_and_interleaving_change_no_bit(emulate: Any) -> None:
-    from megagen.bench.verify import Verifier
-    from megagen.runtime.step import Step
-
-    steps = [Step.chain(1, WINDOW - 1), Step.tree([-1, 0, 0], 4 * 64 - 2)]  # the end of the caches
-
-    def made(verifier: Verifier, step: Step) -> Any:
-        return verifier.launch(verifier.inputs(step.tokens, 3, step), few(step.tokens))
-
-    usual = emulate("muse_swa.py", ranks=2, options=small()).verifier
-    want = [made(usual, step) for step in steps]
-    for i, (name, more) in enumerate(PLACEMENTS.items()):
-        kernel = emulate("muse_swa.py", ranks=2, seed=10 + i, race=True, options=small(), **more)
-        for k in (0, 1) if name == "unfused" else (i % 2,):  # a launch takes seconds
-            assert not differing(want[k], made(kernel.verifier, steps[k])), f"{name}, seed {10 + i}, {steps[k]}"
-            assert not kernel.verifier.strays()
-        assert not [x for rank in kernel.world.ranks for x in rank.leftovers()]
 
 
 def part(whole: Any, first: int, tokens: int, window: int) -> Any:

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from test_emulate_block import PLACEMENTS as BLOCK
 from test_emulate_mutants import CHANNEL, Bench, Mutant, Variant, mutated
-from test_emulate_swa import PLACEMENTS as LAYER
 from test_emulate_swa import few, small
 
 from megagen.bench.emulation import Weights
@@ -43,19 +41,22 @@ def layer(**more: Any) -> dict[str, Any]:
     return {"options": small(2), **more}
 
 
+# Every way to synchronise, homes of a weight, roles on other warps: each is other code.
 CASES = {
     "block": Case("muse_moe.py", {}, ranks=2),
-    "block-counter": Case("muse_moe.py", BLOCK["counter"]),
-    "block-flag": Case("muse_moe.py", BLOCK["flag"], ranks=2, launches=3),
-    "block-cluster": Case("muse_moe.py", BLOCK["cluster"]),
-    "block-unfused": Case("muse_moe.py", BLOCK["unfused"]),
-    "block-capped": Case("muse_moe.py", BLOCK["capped"]),
+    "block-counter": Case("muse_moe.py", {"choices": {"sync": "counter"}}),
+    "block-flag": Case("muse_moe.py", {"choices": {"sync": "flag"}}, ranks=2, launches=3),
+    "block-cluster": Case("muse_moe.py", {"choices": {"sync": "cluster", "cluster": "2"}}),
+    "block-unfused": Case("muse_moe.py", {"fused": False}),
+    "block-capped": Case("muse_moe.py", {"choices": {"in_flight": "36", "accumulators": "4", "unpooler": "both"}}),
     "layer": Case("muse_swa.py", layer(), launches=3),
-    "layer-counter": Case("muse_swa.py", layer(**LAYER["counter"]), launches=3),
-    "layer-flag": Case("muse_swa.py", layer(**LAYER["flag"]), launches=3),
-    "layer-cluster": Case("muse_swa.py", layer(**LAYER["cluster"])),
-    "layer-unfused": Case("muse_swa.py", layer(**LAYER["unfused"]), launches=3),
-    "layer-moved": Case("muse_swa.py", layer(**LAYER["moved"])),
+    "layer-counter": Case("muse_swa.py", layer(choices={"sync": "counter", "early_trigger": "True"}), launches=3),
+    "layer-flag": Case("muse_swa.py", layer(choices={"sync": "flag", "o_proj": "quarter"}), launches=3),
+    "layer-cluster": Case("muse_swa.py", layer(choices={"sync": "cluster", "cluster": "2", "next_qkvg": "3/8"})),
+    "layer-unfused": Case("muse_swa.py", layer(fused=False), launches=3),
+    "layer-moved": Case(
+        "muse_swa.py", layer(choices={"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"})
+    ),
     "layer-two-shot": Case("muse_swa.py", {"options": {"all_reduce": "two_shot", "next_rope": "no"}}),
 }
 

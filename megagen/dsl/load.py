@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from threading import RLock
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,8 @@ from megagen import machines, resources
 from megagen.dsl.schedule import Schedule, keyword
 from megagen.errors import Loc, MegagenError, ScheduleError, characters, did_you_mean
 from megagen.ir.plan import Machine
+
+ONE_AT_A_TIME = RLock()  # where modules are looked for and where prints go is the whole process's
 
 
 def load(
@@ -69,23 +72,24 @@ def load(
 @contextmanager
 def _running(module: ModuleType, file: Path) -> Iterator[None]:
     """The user's code runs: neighbours can be imported, prints go to stderr, errors are ScheduleErrors at its line."""
-    folder, path, modules = file.parent.resolve(), list(sys.path), set(sys.modules)
-    sys.modules[module.__name__] = module  # dataclasses look their module up while they are made
-    sys.path.insert(0, str(folder))
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    except MegagenError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise _user_error(error, file) from error
-    finally:
-        sys.path[:] = path
-        del sys.modules[module.__name__]
-        for name in set(sys.modules) - modules:  # another folder's schedule may have a neighbour of that name
-            place = getattr(sys.modules[name], "__file__", None)
-            if place and Path(place).parent == folder:
-                del sys.modules[name]
+    with ONE_AT_A_TIME:
+        folder, path, modules = file.parent.resolve(), list(sys.path), set(sys.modules)
+        sys.modules[module.__name__] = module  # dataclasses look their module up while they are made
+        sys.path.insert(0, str(folder))
+        try:
+            with redirect_stdout(sys.stderr):
+                yield
+        except MegagenError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise _user_error(error, file) from error
+        finally:
+            sys.path[:] = path
+            sys.modules.pop(module.__name__, None)
+            for name in set(sys.modules) - modules:  # another folder's schedule may have a neighbour of that name
+                place = getattr(sys.modules[name], "__file__", None)
+                if place and Path(place).parent == folder:
+                    del sys.modules[name]
 
 
 def _refuse_ignored(

@@ -261,9 +261,9 @@ HARMLESS: dict[str, str] = {
     r"combine: scratch is scratch_pre_ffn_norm": "the same warps use it, with sums of all of them in between",
     r"counter: kind: .*: lamport|flag: kind: .*: lamport": "no word said, so 0 is: +0 travels as -0, as above",
     r"cluster: copies: ": "a cluster's channel takes no room in the heap, and has no copies there",
-    r"(point|begin)_\w+( of warp \d: twice|: -1)": "a point passes early: it paces the ring and L2, no data depends on it",
+    r"(point|begin)_\w+( of warp \d: twice|: -1)": "a point passes early: it paces the ring and L2, and no data",
     r"swa counter: copies: (attention_partials|attended): 2 → 1": (
-        "when it is emptied, data has come through other counters from all who use it, an order that check does not take"
+        "when it is emptied, data has come by other counters from all who use it; check takes no such order"
     ),
     r"moe flag: copies: (expert_mid|expert_out|unpooled): 3 → 2": (
         "the flags of an earlier exchange say that all ranks are in this launch; check takes no such order from a flag"

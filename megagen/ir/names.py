@@ -7,11 +7,11 @@ from math import prod
 
 from megagen.errors import Loc
 from megagen.ir.graph import Scope
-from megagen.ir.plan import ChannelPlan, ParamPlan, Plan, Source, StepPlan, SyncKind
+from megagen.ir.plan import ChannelPlan, ParamPlan, Plan, Source, StepPlan
+from megagen.ir.touches import IN_SHARED
 
 MBARRIER_BYTES = 8
 WORD = 4  # bytes of a counter, an epoch, the abort word
-IN_SHARED = (SyncKind.MBARRIER, SyncKind.CLUSTER)  # kinds of channels that take no room in the heap
 
 
 class Names:

@@ -35,7 +35,7 @@ def touches(plan: Plan, step: StepPlan) -> frozenset[Touch]:
     """Exchange memory, shared memory, barriers and tensors.
 
     Not what cannot change while a kernel runs (weights, control words), nor the kernel's own words (epoch, abort,
-    hang records). Two launches never share a tensor that one of them writes: the later has waited for the earlier.
+    hang records).
     """
     return frozenset(_touches(plan, step))
 

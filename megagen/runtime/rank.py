@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megagen.errors import DeviceError
-from megagen.ir.names import IN_SHARED
 from megagen.ir.plan import ChannelPlan, Plan, Reset
+from megagen.ir.touches import IN_SHARED
 from megagen.runtime import driver, hang, heap, params
 from megagen.runtime.step import Step
 

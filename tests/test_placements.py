@@ -27,7 +27,7 @@ COUNT = 300
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(len(SHIPPED)), ids=SHIPPED)
 def test_no_two_are_alike_and_none_is_refused(first: int, tmp_path: Path, capsys: Any) -> None:
-    """At full size and as they are emulated, where only sizes differ: what is read and written when is the same."""
+    """At full size, and every fifth as it is emulated, where only sizes differ."""
     if first == 0:
         with capsys.disabled():
             sys.stderr.write(f"\n{COUNT} placements of seed {SEED}\n")
@@ -39,10 +39,11 @@ def test_no_two_are_alike_and_none_is_refused(first: int, tmp_path: Path, capsys
         try:
             plan = lower(load(path), fused=p.fused)
             check(plan)
-            _, tiny = small(p, path)
-            for rule in RULES:
-                if rule is not races:
-                    list(rule(tiny))
+            if n % 10 < len(SHIPPED):
+                _, tiny = small(p, path)
+                for rule in RULES:
+                    if rule is not races:  # what is read and written when is the same
+                        list(rule(tiny))
         except MegagenError as error:
             pytest.fail(f"{error.render()}\n{told(p, SEED, n)}", pytrace=False)
         same = texts.setdefault(without_comments(emit(plan)), n)

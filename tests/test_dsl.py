@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from megagen import resources
-from megagen.dsl import load
+from megagen import machines, resources
+from megagen.dsl import Schedule, load
 from megagen.errors import MachineError, MegagenError, ScheduleError, UnknownName
 from megagen.ir.plan import Plan, Source
 from megagen.lower import lower
@@ -650,3 +650,11 @@ def test_many_threads_may_load() -> None:
         found = list(pool.map(lambda _: load("muse_moe.py"), range(32)))
     assert len({s.graph.model_dump_json() for s in found}) == 1
     assert not [name for name in sys.modules if name.startswith("megagen_schedule")]
+
+
+@pytest.mark.parametrize("name", ["barrier", "channel", "policy", "tensor", "Params", "Ctx", "main"])
+def test_a_kernel_may_not_be_called_what_stands_beside_it(name: str) -> None:
+    """The compiler would find either."""
+    with pytest.raises(ScheduleError, match="must be an identifier") as e:
+        Schedule(name, expert_block(tp=8, tokens=16), machines.load("h200"))
+    assert f"the emitted code has a {name!r} of its own" in e.value.render()

@@ -97,7 +97,8 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
     }.items():  # fmt: skip
         seen[name] = {plan.channel(channel).source.line}
     stream = plan.op("pooler").stream
-    assert stream is not None
+    assert stream is not None and plan.stamps is not None
+    seen["stamps"] = {plan.stamps.source.line}
     seen["hint"] = {stream.source.line}
     for program in plan.kernels[0].programs:
         for step in program.steps:

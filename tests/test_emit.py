@@ -36,6 +36,7 @@ EVERY = GOLDEN / "every_directive.py"
 SHIPPED = Path("muse_moe.py")
 UPDATE = "MEGAGEN_UPDATE_GOLDEN"
 GEMMS = {"router", "pooler", "gate_up", "down", "unpooler"}
+NUMBERED = r"ctx\.(?:step = |enter\()(\d+)\)?;"
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 
@@ -91,7 +92,7 @@ def test_every_step_ends_in_its_line_of_the_schedule(each: tuple[str, Plan, str]
     _, p, text = each
     bare = Counter[str]()
     for program, lines in zip((x for k in p.kernels for x in k.programs), programs(text), strict=True):
-        steps = [line for line in lines if not line.startswith("ctx.step = ")]
+        steps = [line for line in lines if not re.match(NUMBERED, line)]
         for step in program.steps:
             for _ in step.writes if step.call == "reset" else (step,):
                 line = steps.pop(0)
@@ -104,11 +105,12 @@ def test_every_step_ends_in_its_line_of_the_schedule(each: tuple[str, Plan, str]
 
 
 def test_hang_records_number_the_steps(each: tuple[str, Plan, str]) -> None:
-    """``ctx.step`` is set right before each step that may wait."""
+    """``ctx.step`` is set right before each step that may wait, in a stamped kernel with the time."""
     _, p, text = each
     waits = {"signal_point", "wait_point"}
     want = [s.index for k in p.kernels for x in k.programs for s in x.steps if s.op is not None or s.call in waits]
-    assert [int(n) for n in re.findall(r"ctx\.step = (\d+);\n +(?:ops|Event)", text)] == want
+    assert [int(n) for n in re.findall(rf"{NUMBERED}\n +(?:ops|Event)", text)] == want
+    assert bool(p.stamps) == ("ctx.enter(" in text) != ("ctx.step = " in text)
 
 
 def moved(file: Path, old: str, new: str, folder: Path) -> tuple[list[str], list[str]]:
@@ -117,7 +119,7 @@ def moved(file: Path, old: str, new: str, folder: Path) -> tuple[list[str], list
     assert source.count(old) == 1
     copy = folder / file.name
     copy.write_text(source.replace(old, new))
-    a, b = ([x for x in emit(lower(load(f))).splitlines() if "ctx.step" not in x] for f in (file, copy))
+    a, b = ([x for x in emit(lower(load(f))).splitlines() if not re.match(f" *{NUMBERED}", x)] for f in (file, copy))
     diff = list(difflib.unified_diff(a, b, n=0, lineterm=""))[2:]
     return [x[1:] for x in diff if x[0] == "-"], [x[1:] for x in diff if x[0] == "+"]
 
@@ -136,7 +138,7 @@ def test_moving_all_roles_keeps_everything_but_the_order() -> None:
     a, b = (emit(lower(load(SHIPPED, choices={"roles": r}))) for r in ("usual", "moved"))
     head = a.index('extern "C"')
     assert a[:head] == b[:head]
-    calls = [Counter(line for p in programs(x) for line in p if "ctx.step" not in line) for x in (a, b)]
+    calls = [Counter(line for p in programs(x) for line in p if not re.match(NUMBERED, line)) for x in (a, b)]
     assert calls[0] == calls[1] and a != b
 
 
@@ -243,7 +245,7 @@ def test_it_compiles(case: str, compiler: Settings) -> None:
             kinds = {"TF32" if op == "router" else "BF16" for op in kernel.ops if op in GEMMS}
             assert {kind.rpartition(".")[2] for kind, n in report.mma.items() if n} == kinds
             assert report.registers * 32 * p.launch.warps <= 65536
-            if arch == "sm_90a":
+            if arch == "sm_90a" and not p.stamps:  # which take registers
                 assert (report.spill_store_bytes, report.spill_load_bytes) == (0, 0), kernel.name
 
 

@@ -61,7 +61,7 @@ def plan() -> Plan:
         name="tiny", graph="tiny", tp=8, tokens=16, fused=True, nominal_experts=49, nominal_tokens=16,
         machine=Machine(
             name="h200", arch="sm_90a", sms=132, blocks_fit={1: 132}, shared_bytes=232448, registers=65536,
-            barriers=16, icache_bytes=131072, l2_bytes=50 << 20, hbm_bytes_per_s=4.8e12,
+            barriers=16, icache_bytes=131072, l2_bytes=50 << 20, hbm_bytes_per_s=4.8e12, timer_step_ns=32,
         ),
         launch=LaunchPlan(
             blocks=BLOCKS, cluster=2, warps=WARPS, shared_bytes=100_000, pdl=True, early_trigger=True, registers=None

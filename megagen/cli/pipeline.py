@@ -37,6 +37,7 @@ class Request:
     fused: bool = True
     options: Mapping[str, str] = field(default_factory=dict)
     checkpoint: Path | None = None  # whose dimensions and expert format the graph takes
+    stamps: bool = False  # even where the schedule asks for none
     tiny: bool = False  # least dimensions (or the checkpoint's) on a few SMs of the machine, to emulate
 
 
@@ -66,6 +67,7 @@ def check(request: Request) -> Checked:
     from megagen import machines
     from megagen.check import check as prove
     from megagen.dsl import load
+    from megagen.dsl.schedule import STAMP_RECORDS
     from megagen.lower import lower
 
     machine: str | Machine = request.machine
@@ -79,6 +81,8 @@ def check(request: Request) -> Checked:
         choices=dict(request.choices),
         options={**_sized(request), **_described(request.checkpoint), **request.options},
     )
+    if request.stamps and schedule.stamped is None:
+        schedule.stamped = (STAMP_RECORDS, None)
     plan = lower(schedule, fused=request.fused)
     asked = dict(request.options)
     if request.checkpoint is not None:

@@ -116,6 +116,10 @@ def mbarrier() -> Sync:
     return Sync(SyncKind.MBARRIER)
 
 
+STAMP_RECORDS = 512  # a launch: several times what the shipped schedules' busiest warps need
+MOST_STAMP_RECORDS = 1 << 16
+
+
 @dataclass(frozen=True)
 class Prefetch:
     op: str
@@ -168,6 +172,7 @@ class Schedule:
     choices: Mapping[str, str] = field(default_factory=dict)
     offered: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     accum_slots: int = 2
+    stamped: tuple[int, Loc | None] | None = None
     said: dict[str, Loc | None] = field(default_factory=dict)  # where, of what may be said only once
 
     def __init__(
@@ -188,7 +193,7 @@ class Schedule:
         self.rings, self.roles, self.prefetches, self.caps = [], {}, [], []
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
-        self.said = {}
+        self.said, self.stamped = {}, None
 
     if not TYPE_CHECKING:  # a type checker knows the attributes
 
@@ -392,6 +397,17 @@ class Schedule:
                 _integer(count, "registers", loc)
         self._once("launch", loc)
         self.launch_ = Launch(cluster, pdl, early_trigger, registers, loc)
+
+    def stamps(self, records: int = STAMP_RECORDS) -> None:
+        """Let every warp write down when it began each job, wait and load: up to ``records`` times a launch.
+
+        ``megagen trace`` says so for a schedule that does not; results stay the same to the last bit.
+        """
+        loc = here()
+        if not 1 <= _integer(records, "records", loc) <= MOST_STAMP_RECORDS:
+            raise ScheduleError(f"stamps(records={records}): 1 to {MOST_STAMP_RECORDS:,} of a warp", loc=loc)
+        self._once("stamps", loc)
+        self.stamped = (records, loc)
 
     def fault(self, edge: EdgeHandle) -> None:
         """Drop the first tile's store on an edge, to see what becomes of it: a lamport reader hangs and the report says

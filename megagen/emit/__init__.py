@@ -131,7 +131,7 @@ def _program(plan: Plan, program: ProgramPlan, first: bool) -> _Program:
 
 def _step(plan: Plan, step: StepPlan) -> Iterator[str]:
     where = at(step.source, "  // ")
-    yield f"ctx.step = {step.index};"
+    yield f"ctx.enter({step.index});" if plan.stamps else f"ctx.step = {step.index};"
     if step.op is not None:
         op = plan.op(step.op)
         args = f"<{', '.join(map(str, step.args))}>" if step.args else ""

@@ -38,6 +38,7 @@ class Machine(Frozen):
     icache_bytes: int
     l2_bytes: int
     hbm_bytes_per_s: float
+    timer_step_ns: float  # of the GPU's nanosecond timer
     sources: Mapping[str, str] = {}
 
 
@@ -261,6 +262,19 @@ class LaunchPlan(Frozen):
     source: Source = Source()
 
 
+class StampPlan(Frozen):
+    """Times that each warp writes down: up to ``records`` of 16 bytes, after four of them about the warp.
+
+    ``cycles``: by the SM's clock, else by the GPU's nanosecond timer. ``bytes``: of a launch, by kernel, block and
+    warp. See include/megagen/debug/stamp.cuh.
+    """
+
+    records: int
+    cycles: bool
+    bytes: int
+    source: Source = Source()
+
+
 class HeapPlan(Frozen):
     """The rank's exchange memory: control words, channels' copies, counters, hang records (byte offsets)."""
 
@@ -303,6 +317,7 @@ class Plan(Frozen):
     choices: Mapping[str, str] = {}
     nominal_experts: int
     nominal_tokens: int
+    stamps: StampPlan | None = None
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1)

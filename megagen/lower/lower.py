@@ -26,6 +26,7 @@ from megagen.ir.plan import (
     RingPlan,
     RoleRef,
     Source,
+    StampPlan,
     StepPlan,
     StreamPlan,
     SyncKind,
@@ -40,6 +41,8 @@ WHOLE = 1024  # shares are given to the device in 1/1024 (ops/stream.cuh)
 SLICES, ROW_BLOCK = 8, 16  # mma/format.cuh
 WARPGROUP = 4
 HANG_RECORD = 64  # debug/hang.cuh
+STAMP, STAMP_HEADER = 16, 4  # bytes of a record, records before a warp's (debug/stamp.cuh)
+COARSE_TIMER_NS = 64  # a GPU's timer of larger steps is too coarse for stamps
 MEASURED_EXPERTS = 49
 PARAMETER: dict[TensorKind, Literal["input", "output", "state"]] = {
     TensorKind.INPUT: "input", TensorKind.OUTPUT: "output", TensorKind.STATE: "state",
@@ -143,8 +146,20 @@ class _Lowering:
             ),
             params=params, weights=weights, regions=tuple(regions), barriers=barriers, channels=channels, ops=ops,
             kernels=kernels, choices={name: value for name, (value, _) in sorted(s.offered.items())},
-            nominal_experts=self.nominal.experts, nominal_tokens=self.nominal.tokens,
+            nominal_experts=self.nominal.experts, nominal_tokens=self.nominal.tokens, stamps=self._stamps(len(kernels)),
         )  # fmt: skip
+
+    def _stamps(self, kernels: int) -> StampPlan | None:
+        if self.s.stamped is None:
+            return None
+        records, loc = self.s.stamped
+        warps = kernels * self.blocks * self.s.warps_per_block
+        return StampPlan(
+            records=records,
+            cycles=self.s.machine.timer_step_ns > COARSE_TIMER_NS,
+            bytes=warps * (STAMP_HEADER + records) * STAMP,
+            source=source(loc),
+        )
 
     def _index(self) -> int:
         self.edge_index += 1

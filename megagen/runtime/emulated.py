@@ -152,6 +152,7 @@ class World:
     def _bytes(self, layers: int) -> int:
         """Address space for everything: more costs nothing as long as it is not touched."""
         tensors = sum(e.bytes + ALIGNMENT for e in params.expected(self.plan).values())
+        tensors += self.plan.stamps.bytes if self.plan.stamps else 0
         return 2 * self.live * (self.plan.heap.bytes + layers * tensors) + SLACK
 
     def launch(self, layers: Sequence[Layer]) -> None:

@@ -21,7 +21,7 @@ CONTROL_POSITIONS = 16  # of each token
 CONTROL_ANCESTORS = 32  # of each token: a bit for every token of the launch that it sees
 TORCH_NAMES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.U32: "int32"}
 
-_SYSTEM = struct.Struct(f"<{MAX_LIVE}Q QQ IIII 32x")
+_SYSTEM = struct.Struct(f"<{MAX_LIVE}Q QQ IIII Q 24x")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class System:
     """``megagen::System`` (include/megagen/types.cuh), 128 bytes. Addresses are device addresses.
 
     ``control``: u32[64]. ``route_override``: i32[16][top_k], -1 keeps the router's choice; 0 for none.
-    ``timeout_ms``: bound of every wait, 0 for none.
+    ``timeout_ms``: bound of every wait, 0 for none. ``stamps``: where a stamped kernel writes them.
     """
 
     heaps: Sequence[int]  # of each live rank
@@ -39,6 +39,7 @@ class System:
     live: int
     world: int
     timeout_ms: int
+    stamps: int = 0
 
     def pack(self) -> bytes:
         if not 1 <= self.live <= MAX_LIVE or self.world % self.live or not 0 <= self.rank < self.live:
@@ -52,7 +53,7 @@ class System:
             raise DeviceError(f"{len(self.heaps)} heaps for {self.live} live ranks")
         heaps = (*self.heaps, *[0] * (MAX_LIVE - self.live))
         numbers = (self.rank, self.live, self.world, self.timeout_ms * 1_000_000)
-        return _SYSTEM.pack(*heaps, self.control, self.route_override, *numbers)
+        return _SYSTEM.pack(*heaps, self.control, self.route_override, *numbers, self.stamps)
 
 
 def pointers(plan: Plan) -> tuple[ParamPlan, ...]:

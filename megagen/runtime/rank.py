@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megagen.errors import DeviceError
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Layer:
-    """Parameters bound for launching. Keeps its tensors alive; ``tensors`` has them by parameter name."""
+    """Parameters bound for launching. Keeps its tensors alive; ``tensors`` has them by parameter name.
+
+    ``stamps``: uint8 [plan.stamps.bytes] that its launches write, of a stamped Plan.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     block: driver.ParameterBlock
+    stamps: torch.Tensor | None = None
 
 
 class Live(Protocol):
@@ -147,8 +151,14 @@ class Rank(ABC):
                 hint="parameters: " + ", ".join(self._expected),
             )
         placed = self._settled(given)
-        data = params.pack(self.plan, self._system, {name: t.data_ptr() for name, t in placed.items()})
-        return Layer(tensors=placed, block=driver.ParameterBlock(data))
+        stamps, system = None, self._system
+        if self.plan.stamps is not None:
+            stamps = self._empty("stamps", "state", "uint8", (self.plan.stamps.bytes,))
+            with self.writing(stamps):
+                stamps.zero_()
+            system = replace(system, stamps=stamps.data_ptr())
+        data = params.pack(self.plan, system, {name: t.data_ptr() for name, t in placed.items()})
+        return Layer(tensors=placed, block=driver.ParameterBlock(data), stamps=stamps)
 
     def _settled(self, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors in device memory, ready to be read by a launch."""

@@ -61,7 +61,8 @@ class Session(Rank):
     Allocates the heap, the control words, the route overrides and one set of outputs, and loads the cubin at
     ``artifact``; launches allocate nothing. ``live`` ranks of ``plan.tp`` are live, the others stood in for.
     ``timeout_ms`` bounds every wait on the device (0: none, for final timing). ``overrides``: give the kernel
-    the table of route overrides (all "keep" at first). ``tokens`` starts at the Plan's maximum.
+    the table of route overrides (all "keep" at first). ``tokens`` starts at the Plan's maximum. One of several live
+    ranks can launch once they have met (:class:`megagen.runtime.group.Group` makes them).
 
     Raises DeviceError when there is no usable GPU, it is of another architecture than the Plan's, or the blocks
     cannot all be resident (the kernel would hang). Use it in one thread, one launch sequence at a time: launches
@@ -112,7 +113,12 @@ class Session(Rank):
         super().__init__(plan, device_, live=live, rank=rank, timeout_ms=timeout_ms, overrides=overrides)
         self._side = torch.cuda.Stream(self.device)  # reads progress while the launch stream is busy
         self._progress = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._join([self.heap.data_ptr()])  # live peers' heaps join here
+        if live == 1:
+            self.meet([self.heap.data_ptr()])
+
+    def meet(self, heaps: Sequence[int]) -> None:
+        """Ends the making of one of several live ranks: their heaps are at these addresses."""
+        self._join(heaps)
         self.recover()
 
     def _empty(self, name: str, what: str, dtype: Any, shape: Sequence[int]) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megagen.errors import DeviceError
 from megagen.ir.plan import ParamPlan, Plan
+from megagen.runtime.group import Group
 from megagen.runtime.rank import Layer, Live, Rank
 from megagen.runtime.session import Replayable, Session
 
@@ -115,8 +116,12 @@ class Stack:
 
     def capture(self, *, restore: bool = True) -> Replayable:
         """:meth:`launch` as a CUDA graph; with ``restore`` every replay is the same. Keep the stack as long as it."""
+        if isinstance(self.on, Group):
+            if restore:
+                raise DeviceError("the graphs of several GPUs restore nothing", hint="capture(restore=False)")
+            return self.on.capture(self.bound)
         if not isinstance(self.on, Session):
-            raise DeviceError("only launches of a session make a CUDA graph", hint="launch() queues them")
+            raise DeviceError("only launches on a GPU make a CUDA graph", hint="launch() queues them")
         layers = [layer for (layer,) in self.bound]
         return self.on.capture(layers, before=self.restore if restore else lambda: None)
 

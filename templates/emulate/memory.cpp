@@ -599,6 +599,11 @@ void constant_load(void* to, const void* from, u32 bytes, Site at) {
     std::memcpy(to, from, bytes);
 }
 
+void stamp_store(void* to, const void* from, u32 bytes, Site at) {
+    checked(self(), to, bytes, true, at);
+    std::memcpy(to, from, bytes);
+}
+
 void global_store(void* to, const void* from, u32 bytes, Scope scope, Order order, Site at) {
     Thread* t = self();
     spend_fuel(t);

@@ -495,6 +495,13 @@ u64 nanoseconds() {
     return e.now + e.skipped;
 }
 
+u64 stamp_time() {
+    const Engine& e = engine_of(self());
+    return e.now + e.skipped;
+}
+
+u64 stamp_cycles() { return (stamp_time() + 1000 * sm_number()) * 2; } // each SM's has its own beginning
+
 u32 sm_number() { return block_of(self()).sm; }
 Index thread_index() { return {self()->index, 0, 0}; }
 Index block_index() { return {block_of(self()).index, 0, 0}; }

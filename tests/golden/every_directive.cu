@@ -202,6 +202,7 @@ struct KernelPolicy {
   static constexpr u32 kWarps = 12, kBlocks = 120, kCluster = 2, kTokens = 16;
   static constexpr u32 kAbortOffset = 512, kRecordOffset = 768, kEpochOffset = 0;
   static constexpr bool kPdl = true;
+  using Stamps = debug::Stamps<300, false>;  // every_directive.py:54
 #ifdef MEGAGEN_UNBOUNDED_WAITS
   static constexpr bool kBoundedWaits = false;
 #else
@@ -358,43 +359,44 @@ struct Residual {  // every_directive.py:38
 
 extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant__ Params p) {
   Ctx ctx(p);
+  ctx.stamps.open(ctx, 0);
   ctx.begin();
   if (ctx.warp < 4) {
     ptx::setmaxnreg_dec<104>();
     if (ctx.warp == 0) {  // warp 0
-      ctx.step = 0;
+      ctx.enter(0);
       ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
-      ctx.step = 1;
+      ctx.enter(1);
       ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
-      ctx.step = 2;
+      ctx.enter(2);
       ctx.attach();
-      ctx.step = 3;
+      ctx.enter(3);
       ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:31
-      ctx.step = 4;
+      ctx.enter(4);
       ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:31
-      ctx.step = 5;
+      ctx.enter(5);
       ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx);  // every_directive.py:31
-      ctx.step = 6;
+      ctx.enter(6);
       Event<barrier::PointDown>::wait(ctx);  // every_directive.py:44
-      ctx.step = 7;
+      ctx.enter(7);
       ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:31
-      ctx.step = 8;
+      ctx.enter(8);
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 9;
+      ctx.enter(9);
       ctx.attach();
-      ctx.step = 10;
-      ctx.trigger();  // every_directive.py:54
-      ctx.step = 11;
+      ctx.enter(10);
+      ctx.trigger();  // every_directive.py:55
+      ctx.enter(11);
       ops::TopK<policy::TopK>::select(ctx);  // every_directive.py:37
-      ctx.step = 12;
+      ctx.enter(12);
       ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:37
-      ctx.step = 13;
+      ctx.enter(13);
       Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:44
-      ctx.step = 14;
+      ctx.enter(14);
       ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:44
-      ctx.step = 15;
+      ctx.enter(15);
       Channel<channel::Normed>::reset(ctx);  // every_directive.py:39
       Channel<channel::Routes>::reset(ctx);  // every_directive.py:39
       Channel<channel::Pooled>::reset(ctx);  // every_directive.py:39
@@ -406,66 +408,66 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:39
     }
     else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 16;
+      ctx.enter(16);
       ctx.attach();
-      ctx.step = 17;
+      ctx.enter(17);
       ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:32
-      ctx.step = 18;
+      ctx.enter(18);
       ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:32
-      ctx.step = 19;
+      ctx.enter(19);
       Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:45
-      ctx.step = 20;
+      ctx.enter(20);
       ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:32
-      ctx.step = 21;
+      ctx.enter(21);
       Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:44
-      ctx.step = 22;
+      ctx.enter(22);
       ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:32
-      ctx.step = 23;
+      ctx.enter(23);
       Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
-      ctx.step = 24;
+      ctx.enter(24);
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:32
     }
     else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 25;
+      ctx.enter(25);
       ctx.attach();
-      ctx.step = 26;
+      ctx.enter(26);
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:33
-      ctx.step = 27;
+      ctx.enter(27);
       Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:45
-      ctx.step = 28;
+      ctx.enter(28);
       ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:45
-      ctx.step = 29;
+      ctx.enter(29);
       ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:33
     }
   }
   else {
     ptx::setmaxnreg_inc<200>();
     if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 30;
+      ctx.enter(30);
       ctx.attach();
-      ctx.step = 31;
+      ctx.enter(31);
       ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:38
-      ctx.step = 32;
+      ctx.enter(32);
       ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:32
-      ctx.step = 33;
+      ctx.enter(33);
       ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:32
-      ctx.step = 34;
+      ctx.enter(34);
       ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:38
-      ctx.step = 35;
+      ctx.enter(35);
       Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:45
-      ctx.step = 36;
+      ctx.enter(36);
       ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:32
-      ctx.step = 37;
+      ctx.enter(37);
       Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:44
-      ctx.step = 38;
+      ctx.enter(38);
       ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:32
-      ctx.step = 39;
+      ctx.enter(39);
       Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
-      ctx.step = 40;
+      ctx.enter(40);
       ops::Combine<policy::Combine>::compute<4>(ctx);  // every_directive.py:38
-      ctx.step = 41;
+      ctx.enter(41);
       ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:32
-      ctx.step = 42;
+      ctx.enter(42);
       ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:38
     }
   }

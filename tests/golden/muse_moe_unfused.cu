@@ -188,6 +188,7 @@ struct KernelPolicy {
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kAbortOffset = 768, kRecordOffset = 1024, kEpochOffset = 0;
   static constexpr bool kPdl = true;
+  using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
   static constexpr bool kBoundedWaits = false;
 #else

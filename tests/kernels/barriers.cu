@@ -1,4 +1,5 @@
 // mbarriers, named barriers, and sync/ on top of them. Geometry and values: cases.py.
+#include <megagen/debug/stamp.cuh>
 #include <megagen/ptx/bulk.cuh>
 #include <megagen/ptx/control.cuh>
 #include <megagen/ptx/mbarrier.cuh>
@@ -68,6 +69,7 @@ struct Context {
     bool dead = false;
     Cursor<RingPolicy::kStages> ring;
     u32 ring_loads = 0;
+    debug::NoStamps stamps;
 
     __device__ __forceinline__ explicit Context(const Host& host)
         : p(host) {}

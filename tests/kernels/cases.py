@@ -474,6 +474,12 @@ def _control() -> Data:
     return Data((v,), np.stack([value, ones, ones, ones], axis=1))
 
 
+def _stamps() -> Data:
+    v = _random(29, 64)
+    ones = np.ones(64, np.uint32)
+    return Data((v,), np.stack([v, ones, ones, np.arange(64, dtype=np.uint32)], axis=1))
+
+
 # -- barriers.cu ---------------------------------------------------------------------------------------------------
 
 
@@ -555,6 +561,7 @@ CASES: tuple[Case, ...] = (
     Case("matrix_loads", "mma.cu", "matrix_loads", _matrix_loads, threads=64, shared_bytes=128 * 16),
     Case("lanes", "warp.cu", "lanes", _lanes, shared_bytes=128 * 4),
     Case("control", "warp.cu", "control", _control, threads=384),
+    Case("stamps", "warp.cu", "stamps", _stamps, threads=64),
     Case("phases", "barriers.cu", "phases", _phases, threads=32, shared_bytes=128 + 112),
     Case("rounds", "barriers.cu", "rounds", _rounds, shared_bytes=128 + 96 * 4),
     Case("named", "barriers.cu", "named", _named, shared_bytes=4 * 64 * 4),

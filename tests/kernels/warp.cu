@@ -1,6 +1,7 @@
 // Built-in functions of warps and words, launch control, timers. Geometry and values: cases.py.
 #include <megagen/ptx/control.cuh>
 #include <megagen/ptx/memory.cuh>
+#include <megagen/ptx/stamp.cuh>
 
 namespace {
 
@@ -70,4 +71,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) control(const __grid_consta
     ptx::st_global_u32(p.out + 4 * tid + 1, ordered ? 1 : 0);
     ptx::st_global_u32(p.out + 4 * tid + 2, after - before < 1000000000 ? 1 : 0);
     ptx::st_global_u32(p.out + 4 * tid + 3, ptx::smid() < 1024 ? 1 : 0);
+}
+
+// Both clocks go on, and their low words are theirs; a stamp is one store.
+extern "C" __global__ void stamps(const __grid_constant__ Params<1> p) {
+    const u32 tid = threadIdx.x;
+    const u64 began = ptx::stamp_globaltimer(), first = ptx::stamp_clock64();
+    const u32 timer = ptx::stamp_globaltimer_lo(), clock = ptx::stamp_clock();
+    const u32 value = ptx::ld_relaxed_gpu(p.in[0] + tid);
+    const u64 ended = ptx::stamp_globaltimer(), last = ptx::stamp_clock64();
+    const auto within = [](u64 from, u32 at, u64 to) {
+        return from <= to && to - from < 1000000000 && at - static_cast<u32>(from) <= static_cast<u32>(to - from);
+    };
+    ptx::st_stamp(p.out + 4 * tid,
+                  uint4{value, within(began, timer, ended) ? 1u : 0u, within(first, clock, last) ? 1u : 0u, tid});
 }

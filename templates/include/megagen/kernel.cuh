@@ -1,10 +1,11 @@
 // A warp's state, and how a kernel begins and ends.
 //
 // K, the kernel's policy: Params, kWarps, kBlocks, kCluster, kTokens, kPdl, kBoundedWaits, kAbortOffset, kRecordOffset,
-// kEpochOffset, Ring, Accum, Table, and init_barriers(ctx).
+// kEpochOffset, Ring, Accum, Table, Stamps, and init_barriers(ctx).
 #pragma once
 
 #include <megagen/comm/channel.cuh>
+#include <megagen/debug/stamp.cuh>
 #include <megagen/mma/format.cuh>
 #include <megagen/sync/ring.cuh>
 
@@ -31,11 +32,12 @@ struct Context {
     u32 context = 0; // tokens in the caches before this launch's
     u32 odd = 0;     // launches so far, mod 2 and mod 3: which copy of a channel this launch uses
     u32 third = 0;
-    ptx::Step step = 0;
+    ptx::Step step = debug::kOpening;
     bool dead = false;
     Cursor<K::Ring::kStages> ring;
     Cursor<K::Accum::kSlots> accum;
     u32 ring_loads = 0;
+    typename K::Stamps stamps;
 
     __device__ __forceinline__ explicit Context(const typename K::Params& params)
         : p(params) {}
@@ -51,6 +53,12 @@ struct Context {
             ptx::cluster_arrive_relaxed();
             ptx::cluster_wait();
         }
+    }
+
+    // The next step of a program that is stamped.
+    __device__ __forceinline__ void enter(u32 next) {
+        stamps.job(*this);
+        step = next;
     }
 
     // What this launch works on. Every warp, before it reads anything that an earlier launch wrote.
@@ -92,6 +100,7 @@ struct Context {
     // All warps meet: no one still reads the epoch, and no block leaves while its cluster may write to it. When the
     // launch is given up, nobody waits for what others have sent to this block: it stays until that has arrived.
     __device__ __forceinline__ void end(bool advance_epoch) {
+        stamps.close(*this);
         debug::report(*this);
         __syncthreads();
         if (advance_epoch && threadIdx.x == 0)

@@ -24,7 +24,8 @@ struct System {
     u32 live;                  // live ranks
     u32 world;                 // ranks including stand-ins
     u32 timeout_ns;            // bound of every wait; 0 = only an abort ends it
-    u32 reserved[8];
+    u8* stamps;                // this launch's, where the kernel makes some
+    u32 reserved[6];
 };
 static_assert(sizeof(System) == 128, "runtime packs 128 bytes");
 

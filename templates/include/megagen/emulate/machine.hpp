@@ -93,6 +93,12 @@ void consume(u32 bits, Site at);
 u64 nanoseconds();
 u32 sm_number();
 
+// Stamps: the time, on the device's clock and on this SM's, and a store that only the host sees. None of them lets time
+// pass or others run.
+u64 stamp_time();
+u64 stamp_cycles();
+void stamp_store(void* to, const void* from, u32 bytes, Site at);
+
 struct Index {
     u32 x, y, z;
 };

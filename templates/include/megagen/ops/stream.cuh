@@ -26,16 +26,17 @@ struct WeightStream {
     MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
         if (ctx.dead) return;
         const u32 n = Tiles::count(ctx);
-        const u32 last = n * kLast / kWhole;
+        const u32 first = n * kFirst / kWhole, last = n * kLast / kWhole;
         const u64 policy = cache_policy<kL2Hint>();
 #pragma unroll 1
-        for (u32 i = n * kFirst / kWhole + ctx.lane; i < last; i += 32) {
+        for (u32 i = first + ctx.lane; i < last; i += 32) {
             if constexpr (kL2Hint == Hint::kEvictNormal)
                 ptx::bulk_prefetch_l2(Tiles::source(ctx, i), kBytes);
             else
                 ptx::bulk_prefetch_l2_hint(Tiles::source(ctx, i), kBytes, policy);
         }
         __syncwarp();
+        ctx.stamps.prefetches(ctx, (last - first) * kBytes);
     }
 };
 

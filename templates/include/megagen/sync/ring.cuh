@@ -45,6 +45,7 @@ struct Ring {
                 ptx::bulk_load_hint(stage(ctx), src, bytes, bar, policy);
         }
         __syncwarp();
+        ctx.stamps.loads(ctx, R::Full::kIndex, ctx.ring.slot, bytes);
         ctx.ring.advance();
         ++ctx.ring_loads;
         return true;

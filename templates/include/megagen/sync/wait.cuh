@@ -13,10 +13,14 @@ MEGAGEN_DEVICE bool wait_until(Ctx& ctx, u32 edge, u32 slot, u32 phase, Ready re
     if (ctx.dead) return false;
     constexpr u32 kPollsPerCheck = K::kBoundedWaits ? 16 : 1024;
     u32 began = 0;
+    const u32 from = ctx.stamps.now();
 #pragma unroll 1
     for (u32 spin = 0;; ++spin) {
         const bool ok = ready();
-        if (__all_sync(kFullMask, ok)) return true;
+        if (__all_sync(kFullMask, ok)) {
+            ctx.stamps.waited(ctx, from, edge, slot);
+            return true;
+        }
         ptx::still_waiting(ok, edge, slot, phase);
         if (spin % kPollsPerCheck == kPollsPerCheck - 1) {
             const u32 now = ptx::globaltimer_lo();

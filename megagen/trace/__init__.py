@@ -1,0 +1,1 @@
+"""What every warp did and when: spans from device stamps, and the views, pages and files made of them."""

@@ -155,7 +155,8 @@ class Session(Rank):
         torch = self._torch
         graph: Replayable = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # torch's own stream for this belongs to the device that captured first
+            with torch.cuda.graph(graph, stream=torch.cuda.Stream(self.device)):
                 before()
                 for _ in range(replays):
                     for layer in layers:

@@ -110,7 +110,9 @@ class Recorder:
             made["step"], made["kind"], made["edge"], made["slot"] = step, kind, r["what"] >> 16, r["slot"]
             made["bytes"] = np.where(point, r["end"], 0)
             made["begin_ns"], made["end_ns"] = begin, end
-            order = np.lexsort((kind == Kind.WAIT, begin, kernel, warp, block))
+            # A job is written when it ends: it comes before what it holds, whatever the timer's step.
+            is_job = kind == Kind.JOB
+            order = np.lexsort((place, ~is_job, np.cumsum(is_job) - is_job, kernel, warp, block))
             parts.append(made[order][made["step"][order] != OPENING])
         return np.concatenate(parts), min(first), dropped
 

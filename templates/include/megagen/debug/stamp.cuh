@@ -17,7 +17,6 @@ enum Mark : u32 { kJob, kWait, kLoad, kPrefetch };
 constexpr u32 kStampBytes = 16;
 constexpr u32 kStampHeader = 4;  // records
 constexpr u32 kOpening = 0xfffu; // the step of what comes before a program: barriers are made
-constexpr u32 kNoticed = 64;     // ns or cycles: what is over sooner was no wait
 
 // A kernel without stamps: nothing of this is in its code.
 struct NoStamps {
@@ -83,6 +82,7 @@ struct Stamps {
     }
 
 private:
+    static constexpr u32 kNoticed = kCycles ? 256 : 128; // what is over sooner took no longer than looking
     static constexpr u32 kSlot = kStampHeader + kRecords;
 
     template <class Ctx>

@@ -209,7 +209,7 @@ def test_waits_and_loads_lie_within_their_jobs(traced: tuple[str, Any, Trace]) -
         )
         assert job["begin"] <= span["begin"] <= span["end"] <= job["end"]
         if span["kind"] == Span.WAIT:
-            assert span["end"] - span["begin"] >= 128
+            assert span["end"] - span["begin"] >= 256
             waited[int(span["step"])].add(int(span["edge"]))
     steps = {s.index: s for k in plan.kernels for p in k.programs for s in p.steps}
     assert len([s for s, edges in waited.items() if edges]) > 10

@@ -28,7 +28,7 @@ def comparison(of: Comparison) -> list[Sheet]:
     moved = [f"{o.op} {o.critical.by:+.2f}" for o in of.moved]
     notes = [
         f"A launch: {_sentence(of.total)}.",
-        f"HBM idle, at least: {_sentence(of.hbm_idle)}. A block idle: {_sentence(of.idle)}.",
+        f"No weights under way: {_sentence(of.hbm_idle)}. A block idle: {_sentence(of.idle)}.",
         f"Of the critical path, µs: {', '.join(moved) if moved else 'no op has more or less than before'}.",
         *(f"{text[0].upper()}{text[1:]}." for text in only),
     ]
@@ -90,7 +90,7 @@ def _whole(run: Run) -> str:
     parts = [f"A launch takes {total:.2f} µs ({low:.2f} to {high:.2f})"]
     if run.floor is not None:
         parts.append(f"floor {run.floor:.2f}, ratio {total / run.floor:.2f}")
-        parts.append(f"HBM is idle for {run.hbm_idle[1]:.2f} at least")
+        parts.append(f"for {run.hbm_idle[1]:.2f} no SM has weights under way")
     parts.append(f"a block is idle for {run.idle[1]:.2f}")
     if run.plain and run.stamped is not None:
         more = run.stamped - run.plain

@@ -123,9 +123,9 @@ class Block(Frozen):
 
 
 class Run(Frozen):
-    """One trace. ``total``: of a launch. ``hbm_idle``: µs of a launch in which no weight is asked for or under way, at
-    least; ``hbm_busy``: stretches (begin, end) of the median launch in which HBM has something to do. ``blocks``: some
-    of one launch, near the median in length."""
+    """One trace. ``total``: of a launch. ``hbm_idle``: µs of a launch in which no SM has weights under way;
+    ``hbm_busy``: stretches (begin, end) of the median launch in which one has. ``blocks``: some of one launch, near the
+    median in length."""
 
     name: str
     facts: tuple[tuple[str, str], ...]

@@ -37,7 +37,8 @@ def write(page: Page, path: Path) -> None:
 
 def render(page: Page) -> str:
     """The page's text. Whatever a name holds, it stays text."""
-    files = {p.suffix[1:]: p.read_text("utf-8") for p in (resources.templates() / "trace").iterdir()}
+    folder = resources.templates() / "trace"
+    files = {kind: (folder / f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")}
     parts = {"title": html.escape(page.title), "css": files["css"], "js": files["js"], "data": embedded(page)}
     # in one pass, so that a marker within a part is text too
     return re.sub(r"@@(title|css|js|data)@@", lambda found: parts[found[1]], files["html"])

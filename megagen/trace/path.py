@@ -24,7 +24,7 @@ from megagen.trace.table import Bools, Floats, Ints, Launch
 
 HOP = 3000  # ns: more than a hand-off between SMs or ranks takes, queued behind a SM's loads
 ARRIVE = 300  # ns: the same for a barrier of a block
-LOOK = 250  # ns: to look at what is there already may take as long, between clocks that move by 32
+LOOK = 256  # ns: to look at what is there already may take as long (kernels write no shorter waits)
 LANDS = 8000  # ns: more than a load takes, even behind full rings of all SMs
 What = Literal["work", "wait", "load", "hop", "launch"]
 

@@ -24,6 +24,7 @@ from megagen.trace.table import LOADS, Bools, Floats, Ints, Launch, Names, check
 
 QUICK = 300  # ns of work that are nobody's share of an op
 WAITS = 3  # that cost most
+LATE = 5000  # ns: more than a load takes beyond HBM's own time
 AWAITED = 0.5  # µs: who spends less of the critical path on an op's loads would not have them sooner
 
 
@@ -51,7 +52,7 @@ def run(trace: Trace, blocks: int = 10) -> model.Run:
         launches=len(long[long > 0]), blocks_of=trace.plan.launch.blocks, rows=tuple(sums.rows()),
         shares=ways, path=path.legs(launch, way),
         waits=tuple(sums.costliest(cover)), hbm_idle=_stat(np.array(sums.idle_hbm)),
-        hbm_busy=tuple((b / 1000, e / 1000) for b, e in zip(flows[0].begin, flows[0].end, strict=True)),
+        hbm_busy=tuple((b / 1000, e / 1000) for b, e in zip(*under_way(launch, flows)[0], strict=True)),
         idle=_stat(np.concatenate(sums.idle)), dropped=int(trace.launches["dropped"].sum()),
         blocks=tuple(_blocks(trace, launch, seen, blocks)),
         steps=tuple(
@@ -98,7 +99,8 @@ class _Sums:
             key = role * EDGES + edge
             self.critical[key] = self.critical.get(key, 0) + ns
         self.legs.append(dict(path.sums(way)))
-        self.idle_hbm += [f.idle for f in flows]
+        for begin, end in under_way(launch, flows):
+            self.idle_hbm.append(launch.total - float((end - begin).sum()))
         self.idle.append(idle(launch, flows))
         return way, flows
 
@@ -293,13 +295,26 @@ def idle(launch: Launch, flows: Sequence[hbm.Flow]) -> Floats:
     return launch.total - active
 
 
+def under_way(launch: Launch, flows: Sequence[hbm.Flow]) -> list[tuple[Floats, Floats]]:
+    """Of each rank, the stretches (begins, ends, ns) in which some SM has asked for weights that have not landed."""
+    until, nbytes, found = landed(launch, flows), hbm.fresh(launch), []
+    for asks in hbm.asks(launch):
+        some = asks[nbytes[asks] > 0]
+        begin, reach = launch.ask_time[some].astype("f8"), np.maximum.accumulate(until[some])
+        first = np.flatnonzero(np.concatenate([[True], begin[1:] > reach[:-1]])) if len(some) else some
+        last = np.concatenate([first[1:] - 1, [len(some) - 1]]) if len(some) else some
+        found.append((begin[first], reach[last]))
+    return found
+
+
 def landed(launch: Launch, flows: Sequence[hbm.Flow]) -> Floats:
-    """When each ask's bytes were there: as a warp saw it, else as :mod:`hbm` has it, before the stage is used again."""
+    """When each ask's bytes were there: as a warp saw it, if it did not come to look much later than :mod:`hbm` has it,
+    else as that has it, before the stage is used again."""
     seen, known = launch.loaded()
     modelled = np.zeros(len(seen))
     for flow, asks in zip(flows, hbm.asks(launch), strict=True):
         modelled[asks] = flow.done
-    found: Floats = np.where(known, seen, np.minimum(modelled, seen))
+    found: Floats = np.where(known & (seen <= modelled + LATE), seen, np.minimum(modelled, seen))
     return np.minimum(np.maximum(found, launch.ask_time), launch.total)
 
 

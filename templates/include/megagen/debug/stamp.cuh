@@ -82,7 +82,7 @@ struct Stamps {
     }
 
 private:
-    static constexpr u32 kNoticed = kCycles ? 256 : 128; // what is over sooner took no longer than looking
+    static constexpr u32 kNoticed = kCycles ? 512 : 256; // what is over sooner may have been there
     static constexpr u32 kSlot = kStampHeader + kRecords;
 
     template <class Ctx>

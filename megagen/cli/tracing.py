@@ -100,9 +100,9 @@ def record(
             for index, bound in enumerate(stack.bound):
                 recorder.add(index, replay, [layer.stamps for layer in bound if layer.stamps is not None])
             progress()
-        offsets = [a.between(b) for a, b in zip(before, offset.measure(list(ranks), arch, settings), strict=True)]
+        after = offset.measure(list(ranks), arch, settings)
 
-    recorder.offsets = [-o.ns for o in offsets]
+    recorder.drifts = drifts = [offset.Drift(*pair) for pair in zip(before, after, strict=True)]
     return recorder.trace(
         Facts(
             origin="measured",
@@ -119,8 +119,9 @@ def record(
             ranks=gpus,
             clock="clock64" if plan.stamps is not None and plan.stamps.cycles else "globaltimer",
             clock_ns=plan.machine.timer_step_ns,
-            offsets_ns=tuple(recorder.offsets),
-            offset_error_ns=tuple(o.error_ns for o in offsets),
+            offsets_ns=tuple(-d.before.ns for d in drifts),
+            offset_error_ns=tuple(d.error_ns for d in drifts),
+            drift_ns=tuple(d.before.ns - d.after.ns for d in drifts),
             plain_us=timings["plain"].median,
             stamped_us=timings["stamped"].median,
             notes=devices.notes(stamped, experts, layers, replays, bounded=True, step=step),
@@ -160,7 +161,7 @@ def emulate(
     plan, graph = checked.plan, checked.graph
     refuse_too_large(plan, ranks)
     emulation = Emulation(plan, graph, library, Weights.random(graph, ranks))
-    recorder = Recorder(plan, [0.0] * ranks)
+    recorder = Recorder(plan)
     for replay in range(replays):
         with emulation.world(seed + replay, layers=EMULATED_LAYERS + 1, progress=progress) as world:
             given = Inputs.random(graph, ranks, graph.tokens, seed + replay, torch.device("cpu"), step)

@@ -26,20 +26,13 @@ QUICKEST = 0.25  # share of rounds that count
 
 @dataclass(frozen=True)
 class Offset:
-    """A timer is ``ns`` ahead of another, give or take ``error_ns`` at most; balls took ``round_trip_ns``."""
+    """When the first timer showed ``at_ns``, the other was ``ns`` ahead of it, give or take ``error_ns`` at most; balls
+    took ``round_trip_ns``."""
 
+    at_ns: int
     ns: float
     error_ns: float
     round_trip_ns: float
-
-    def between(self, later: Offset) -> Offset:
-        """Of the time between two measurements: timers drift."""
-        half = abs(later.ns - self.ns) / 2
-        return Offset(
-            (self.ns + later.ns) / 2,
-            max(self.error_ns, later.error_ns) + half,
-            (self.round_trip_ns + later.round_trip_ns) / 2,
-        )
 
     @staticmethod
     def of(served: NDArray[np.int64], returned: NDArray[np.int64]) -> Offset:
@@ -50,7 +43,26 @@ class Offset:
         away = served[:, 1] - served[:, 0]
         ahead = returned[:, 0] - served[:, 0] - away / 2
         quick = away <= np.quantile(away, QUICKEST)
-        return Offset(float(np.mean(ahead[quick])), float(away.min()) / 2, float(np.median(away)))
+        middle = int(served[len(served) // 2, 0])
+        return Offset(middle, float(np.mean(ahead[quick])), float(away.min()) / 2, float(np.median(away)))
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Two measurements, and what lies between: timers drift evenly for as long as a recording takes."""
+
+    before: Offset
+    after: Offset
+
+    def at(self, timer_ns: int) -> float:
+        """How far the other timer is ahead when the first shows ``timer_ns``."""
+        took = self.after.at_ns - self.before.at_ns
+        share = (timer_ns - self.before.at_ns) / took if took else 0.0
+        return self.before.ns + share * (self.after.ns - self.before.ns)
+
+    @property
+    def error_ns(self) -> float:
+        return max(self.before.error_ns, self.after.error_ns)
 
 
 def source() -> str:
@@ -64,14 +76,14 @@ def parameters(mine: int, other: int, times: int, *, serves: bool, rounds: int, 
 
 
 def measure(devices: Sequence[int], arch: str, settings: Settings) -> list[Offset]:
-    """How far each GPU's timer is ahead of the first one's (of that one: 0). They must reach each other's memory."""
+    """How far each GPU's timer is ahead of the first one's. They must reach each other's memory (runtime/group.py)."""
     import torch
 
     from megagen.compile import compile_source
     from megagen.runtime.driver import Geometry, Module, ParameterBlock
 
     path = compile_source(source(), kernels=[KERNEL], archs=[arch], settings=settings)[arch].path
-    found = [Offset(0.0, 0.0, 0.0)]
+    found = [Offset(0, 0.0, 0.0, 0.0)]
     for other in devices[1:]:
         pair = (devices[0], other)
         balls, times, kernels = [], [], []

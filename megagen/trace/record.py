@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from megagen.errors import DeviceError
 from megagen.ir.plan import Plan
+from megagen.trace.offset import Drift
 from megagen.trace.spans import LAUNCH, SPAN, Facts, Kind, Trace
 
 if TYPE_CHECKING:
@@ -49,10 +50,11 @@ class Slots:
 
 @dataclass
 class Recorder:
-    """Collects launches of a stamped Plan; ``offsets``: ns to add to each rank's timer to bring it to rank 0's."""
+    """Collects launches of a stamped Plan. ``drifts``: how each rank's timer goes beside rank 0's, where it does not go
+    with it."""
 
     plan: Plan
-    offsets: Sequence[float] = (0.0,)
+    drifts: Sequence[Drift] = ()
     launches: list[tuple[int, int, list[Slots]]] = field(default_factory=list)
 
     def add(self, layer: int, replay: int, stamps: Sequence[torch.Tensor]) -> None:
@@ -89,7 +91,7 @@ class Recorder:
         """A launch's spans with absolute times, sorted; when it began; how many spans found no room."""
         parts, first, dropped = [], [], 0
         for rank, slots in enumerate(ranks):
-            shift = round(self.offsets[rank])
+            shift = -round(self.drifts[rank].at(int(ranks[0].header["timer"].min()))) if self.drifts else 0
             room = slots.records.shape[-1]
             asked = slots.header["asked"]
             dropped += int(np.maximum(asked.astype("i8") - room, 0).sum())

@@ -49,7 +49,8 @@ class Facts(Frozen):
     """Where a trace comes from.
 
     ``clock_ns``: the step of the clock that was read. ``offsets_ns``: what was added to each rank's clock to bring it
-    to rank 0's, ``offset_error_ns`` the half-width of what each may be. ``plain_us`` and ``stamped_us``: medians of a
+    to rank 0's when the recording began, ``drift_ns`` how much more when it ended, ``offset_error_ns`` the half-width
+    of what each may be. ``plain_us`` and ``stamped_us``: medians of a
     launch without and with stamps, measured in turns; None where nobody did.
     """
 
@@ -69,6 +70,7 @@ class Facts(Frozen):
     clock_ns: float = 1.0
     offsets_ns: tuple[float, ...] = (0.0,)
     offset_error_ns: tuple[float, ...] = (0.0,)
+    drift_ns: tuple[float, ...] = (0.0,)
     plain_us: float | None = None
     stamped_us: float | None = None
     notes: str = ""

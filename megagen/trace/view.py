@@ -397,7 +397,7 @@ def _offsets(facts: Facts) -> str:
         return ""
     return ", ".join(
         f"{offset:.0f} ± {error:.0f}" for offset, error in zip(facts.offsets_ns, facts.offset_error_ns, strict=False)
-    ) + " ns"  # fmt: skip
+    ) + f" ns, drifting by {max(map(abs, facts.drift_ns), default=0):.0f}"  # fmt: skip
 
 
 def _cost(facts: Facts) -> str:

@@ -80,7 +80,7 @@ def recorded(built: Any, live: Any, replays: int = REPLAYS, layers: int = 8) -> 
     from megagen.settings import Settings
 
     offsets = offset.measure(range(count), "sm_90a", Settings.from_env())
-    recorder = Recorder(built.plan, [-o.ns for o in offsets])
+    recorder = Recorder(built.plan)
     for replay in range(replays + 1):
         for rank in live.ranks:
             rank.set_route_override(routes(49, 16, seed=replay))
@@ -92,9 +92,9 @@ def recorded(built: Any, live: Any, replays: int = REPLAYS, layers: int = 8) -> 
         for layer, bound in enumerate(stack.bound if replay else ()):
             recorder.add(layer, replay, [b.stamps for b in bound])
     again = offset.measure(range(count), "sm_90a", Settings.from_env())
-    recorder.offsets = [-a.between(b).ns for a, b in zip(offsets, again, strict=True)]
+    recorder.drifts = [offset.Drift(*pair) for pair in zip(offsets, again, strict=True)]
     facts = Facts(origin="measured", name="test", machine="test", tokens=16, ranks=count)
-    say([a.between(b) for a, b in zip(offsets, again, strict=True)])
+    say(recorder.drifts)
     return recorder.trace(facts), stack
 
 

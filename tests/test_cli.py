@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trace_made
 from typer.testing import CliRunner
 
 from megagen import machines
@@ -80,6 +82,15 @@ def files(*folders: Path) -> set[Path]:
     return {p for folder in folders for p in folder.rglob("*")}
 
 
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which a command runs: two traces, ``before.trace`` and ``after.trace``, of one name."""
+    monkeypatch.chdir(tmp_path)
+    for name, seed in (("before", 0), ("after", 7)):
+        trace_made.layer(trace_made.tiny(), 3, seed=seed).save(tmp_path / f"{name}.trace")
+    return tmp_path
+
+
 # -- a Plan small enough to know by heart ----------------------------------------------------------------------
 
 
@@ -113,7 +124,7 @@ def plan() -> Plan:
         nominal_experts=49, nominal_tokens=16,
         machine=Machine(
             name="toy", arch="sm_90a", sms=4, blocks_fit={1: 4}, shared_bytes=8192, registers=65536, barriers=16,
-            icache_bytes=131072, l2_bytes=1 << 20, hbm_bytes_per_s=2e12,
+            icache_bytes=131072, l2_bytes=1 << 20, hbm_bytes_per_s=2e12, timer_step_ns=32,
         ),
         launch=LaunchPlan(
             blocks=4, cluster=1, warps=6, shared_bytes=4352, pdl=True, early_trigger=False, registers=None,
@@ -521,6 +532,12 @@ def test_a_full_disk_is_no_bug(args: tuple[str, ...]) -> None:
         ["bench", "s.py", "--step", "--only", "unfused"],
         ["explain"],
         ["run", "s.py", "--tp", "many"],
+        ["trace"],
+        ["trace", "s.py", "--ranks", "9"],
+        ["trace", "s.py", "--rounds", "1"],
+        ["trace", "s.py", "--emulate", "--record"],
+        ["show"],
+        ["compare", "a.trace"],
         ["nonsense"],
     ],
 )
@@ -529,6 +546,126 @@ def test_wrong_usage_exits_2(args: list[str], given: Plan) -> None:
     assert (code, out) == (2, "")
     assert "Error" in err
     assert "Traceback" not in err
+
+
+# -- traces ----------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_shown(desk: Path) -> None:
+    """Terse enough for a terminal of 80 columns; lines of prose may wrap."""
+    code, out, err = in_process("show", "before.trace")
+    assert (code, err) == (0, "")
+    assert re.search(r"^A launch takes [\d.]+ µs \(p10 to p90: ", out, re.M)
+    for title in ("made: 3 launches", "Where the critical path goes", "Waits that cost most"):
+        assert title in out
+    assert not re.search(r"^wrote ", out, re.M) and out.endswith("\n\n")
+    rules = [line for line in out.splitlines() if line.startswith("─")]
+    assert len(rules) == 3 and max(map(len, rules)) <= 80
+    assert files(desk) == {desk / "before.trace", desk / "after.trace"}
+
+
+def test_two_traces_are_compared(desk: Path) -> None:
+    """They have one name, as before and after an edit of a schedule: then their files' names tell them apart."""
+    code, out, err = in_process("compare", "before.trace", "after.trace", "--out", "both")
+    assert (code, err) == (0, "")
+    assert out.startswith("after against before, µs\n") and out.endswith("wrote both.html\n")
+    assert "Not alike" not in out
+    assert max(len(line) for line in out.splitlines() if line.startswith("─")) <= 80
+    assert "<h1>before and after</h1>" in (desk / "both.html").read_text()
+
+
+def test_traces_that_are_not_alike(desk: Path) -> None:
+    trace_made.made(
+        trace_made.tiny("muse_moe"), trace_made.layer(trace_made.tiny("muse_moe")).spans, name="other",
+        origin="emulated", tokens=1,
+    ).save(desk / "other.trace")  # fmt: skip
+    code, out, _ = in_process("compare", "before.trace", "other.trace")
+    assert code == 0
+    assert "Only in other: pre_ffn_norm." in out
+    assert "Not alike: origin simulated and emulated; schedule muse_swa and muse_moe; tokens 4 and 1." in out
+    assert "Emulated: times count what the emulator did." in out
+
+
+@pytest.mark.parametrize(
+    ("out", "name"),
+    [
+        ("a", "a"),
+        ("a.b", "a.b"),
+        ("a.html", "a"),
+        ("a.trace", "a"),
+        ("folder", "folder/before"),
+        ("folder/", "folder/before"),
+        ("folder/a", "folder/a"),
+        (".", "before"),
+        ("", "before"),
+    ],
+)
+def test_where_a_trace_is_shown(out: str, name: str, desk: Path) -> None:
+    (desk / "folder").mkdir()
+    known = files(desk)
+    code, text, err = in_process("show", "before.trace", "--out", out, "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(text)["files"] == [f"{name}.html", f"{name}.pftrace"]
+    assert files(desk) - known == {desk / f"{name}.html", desk / f"{name}.pftrace"}
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["show", "none.trace"], "cannot read none.trace: No such file or directory"),
+        (["show", "."], "cannot read .: Is a directory"),
+        (["show", "page.html"], "page.html is no trace of megagen"),
+        (["show", "half.trace"], "half.trace is no trace of megagen"),
+        (["compare", "before.trace", "none.trace"], "cannot read none.trace"),
+        (["compare", "page.html", "before.trace"], "page.html is no trace"),
+        (["show", "before.trace", "--out", "none/a"], "there is no folder none"),
+        (["compare", "before.trace", "after.trace", "--out", "none/a"], "there is no folder none"),
+        (["trace", str(SHIPPED), "--emulate", "--tp", "2", "--out", "none/a"], "there is no folder none"),
+        (["trace", str(SHIPPED), "--emulate", "--ranks", "3"], "3 live ranks in a group of 8"),
+        (["trace", "none.py", "--emulate"], "no schedule at none.py"),
+        (["trace", str(SHIPPED), "--emulate", "--tree"], "--tree: launches of"),
+    ],
+)
+def test_a_trace_that_cannot_be_is_refused(args: list[str], expected: str, desk: Path) -> None:
+    """Before anything is compiled or recorded, and leaving nothing behind."""
+    (desk / "page.html").write_text("<!doctype html>")
+    (desk / "half.trace").write_bytes((desk / "before.trace").read_bytes()[:9000])
+    known = files(desk)
+    code, out, err = in_process(*args)
+    assert (code, out) == (1, "")
+    assert err.startswith("error: ") and expected in err
+    assert files(desk) == known
+
+
+def test_an_unwritable_folder_is_refused(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)  # whoever runs the tests may write everywhere
+    code, _, err = in_process("show", "before.trace", "--out", "a")
+    assert code == 1 and "is not writable" in err
+
+
+def test_an_interrupt_leaves_no_half_of_a_file(desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = files(desk)
+    fail = failing(KeyboardInterrupt())
+    monkeypatch.setattr(Path, "replace", lambda path, to: fail(to))
+    monkeypatch.setattr(main, "_leave_threads", lambda: None)
+    assert in_process("show", "before.trace", "--out", "a") == (130, "", "stopping…\n")
+    assert files(desk) == known
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_a_launch_is_traced_without_a_gpu(desk: Path) -> None:
+    pytest.importorskip("torch")
+    command = ["trace", str(SHIPPED), "--emulate", "--tp", "2", "--replays", "1", "--name", "mine"]
+    known = files(desk)
+    code, out, err = in_process(*command, "--out", "tiny")
+    assert (code, err) == (0, "")
+    written = [f"tiny{ending}" for ending in (".trace", ".html", ".pftrace")]
+    assert re.findall(r"^wrote (.*)$", out, re.M) == written
+    assert files(desk) - known == {desk / name for name in written}
+    assert out.startswith("mine: 2 launches")
+    assert "Emulated: times count what the emulator did. They show order, not length." in out
+    again = in_process("show", "tiny.trace")[1]
+    assert again == out.partition("wrote ")[0]
 
 
 def test_writing_aside_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

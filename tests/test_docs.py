@@ -29,6 +29,7 @@ from typing import Any
 
 import pytest
 import typer
+from trace_made import layer, tiny
 from typer.testing import CliRunner
 
 from megagen import dsl
@@ -266,7 +267,7 @@ def run_megagen(name: str, args: list[str]) -> None:
     if not args:
         return  # a mention
     given = command.make_context(name, list(args)).params  # raises for what the command does not take
-    schedule = given["schedule"]
+    schedule = given.get("schedule")
     if schedule is None or str(schedule) == "SCHEDULE":
         return
     assert schedule.is_file(), schedule
@@ -298,7 +299,13 @@ def test_flags_exist_and_are_documented() -> None:
 
 
 def test_defaults_of_options() -> None:
-    rows = dict(re.findall(r"^\| `(--\w+)[^|]*\| (\w+) \|", CLI.read_text(), re.M))
+    def given(text: str) -> dict[str, str]:
+        return dict(re.findall(r"^\| `(--\w+)[^|]*\| (\w+) \|", text, re.M))
+
+    rows = given(CLI.read_text().partition("\n## ")[0])
+    own = given(section(CLI, "## trace"))
+    assert set(own) == {"--ranks", "--layers", "--rounds", "--replays", "--seed"}
+    assert own.items() <= {p.opts[0]: str(p.default) for p in commands()["trace"].params}.items()
     assert set(rows) == {"--machine", "--tp", "--tokens"}
     for name, command in commands().items():
         for p in command.params:
@@ -401,6 +408,19 @@ def test_json_keys(desk: Path) -> None:
         assert list(made)[: len(header)] == header
         inner = {k for v in made.values() if isinstance(v, list) for row in v for k in row}
         assert {*made, *inner} - set(header) == rows[command] - set(header)
+
+
+def test_json_keys_of_traces(tmp_path: Path) -> None:
+    file = tmp_path / "a.trace"
+    layer(tiny(), 3).save(file)
+    rows = {quoted(row[0])[-1]: set(quoted(row[1])) for row in table(section(CLI, "## JSON"))}
+    shown = json.loads(ran("show", str(file), "--json"))
+    # what a part of the path has is in the row; a made trace has not all of them
+    assert {*shown, *(k for key in ("ops", "path", "waits") for row in shown[key] for k in row)} | {
+        "work", "load", "hop", "wait", "launch"
+    } == rows["show"]  # fmt: skip
+    changed = json.loads(ran("compare", str(file), str(file), "--json"))
+    assert {*changed, *(k for row in changed["changes"] for k in row), *changed["total"]} == rows["compare"]
 
 
 def test_environment() -> None:

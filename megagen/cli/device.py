@@ -26,11 +26,12 @@ CONTEXT = 4096  # tokens in the caches, of layers that have some: more than a wi
 WHOLE = 62  # layers of a step, where the graph does not say
 
 
-def require() -> None:
-    """Raises DeviceError without a usable GPU: before minutes of compiling, not after."""
+def require(gpus: int = 1) -> None:
+    """Raises DeviceError without so many usable GPUs: before minutes of compiling, not after."""
     from megagen.runtime.driver import require_torch
 
-    require_torch(0)
+    for device in reversed(range(gpus)):  # the first stays the current one
+        require_torch(device)
 
 
 def absent() -> bool:
@@ -113,7 +114,7 @@ def bench(
     graph, plan = some.graph, some.plan
     experts = experts or plan.nominal_experts
     routed = nominal(plan, experts)
-    target = _measurements(plan.name) if record else None
+    target = measurements(plan.name) if record else None
     with ExitStack() as stack:
         sessions = {
             name: stack.enter_context(
@@ -192,7 +193,7 @@ def bench_step(
 
     graph, plan, count = built.graph, built.plan, whole(built)
     experts = experts or plan.nominal_experts
-    target = _measurements(plan.name) if record else None
+    target = measurements(plan.name) if record else None
     path = built.artifacts[plan.machine.arch].path
     with Session(plan, path, timeout_ms=2000 if bounded else 0) as session:
         inputs = Inputs.random(graph, 1, graph.tokens, 0, session.device, step)
@@ -272,14 +273,16 @@ def notes(
     bounded: bool,
     step: Step | None = None,
     launches: int | None = None,
+    gpus: int = 1,
 ) -> str:
-    """What a recorded figure is of, beyond the plan's name. ``launches``: of a replay, if not one a distinct layer."""
+    """What a recorded figure is of, beyond the plan's name. ``launches``: of a replay, if not one a distinct layer.
+    ``gpus``: with a live rank each."""
     plan = built.plan
     of = "" if launches is None else f"{counted(launches, 'layer')} with the weights of "
     return "; ".join(
         (
             computed(plan, built.options),
-            f"tp {plan.tp} on one GPU, stand-ins for the other ranks",
+            f"tp {plan.tp} on {'one GPU' if gpus == 1 else f'{gpus} GPUs'}, stand-ins for the other ranks",
             nominal(plan, experts) + placed(step) + (", new routing each replay" if plan.nominal_experts else ""),
             f"{of}{counted(layers, 'distinct layer')} in a CUDA graph, {counted(replays, 'replay')}",
             "bounded waits" if bounded else "unbounded waits",
@@ -293,7 +296,7 @@ def table(pool: int, top_k: int, experts: int, tokens: int, seed: int) -> torch.
     return routes(experts, tokens, top_k, seed, pool=pool)
 
 
-def _measurements(name: str) -> Path:
+def measurements(name: str) -> Path:
     """The file of a plan's figures. Raises MegagenError outside a source checkout, before anything is timed."""
     from megagen import resources
 

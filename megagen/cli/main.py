@@ -24,9 +24,11 @@ from megagen.errors import DeviceError, MegagenError
 
 if TYPE_CHECKING:
     from megagen.cli.sheets import Sheet
+    from megagen.trace.spans import Trace
 
 BUG = 70  # EX_SOFTWARE of sysexits.h
 INTERRUPTED = 130
+ENDINGS = (".trace", ".html", ".pftrace")  # of what a trace's files are called
 
 
 class Only(StrEnum):
@@ -329,7 +331,7 @@ def bench(
     step = pipeline.step(one, one.graph.tokens, context, tree=tree, usual=device.CONTEXT)
     device.require()
     built = {n: _built(c, [c.plan.machine.arch], bounded=not unbounded) for n, c in found.items()}
-    command = f"megagen {' '.join(sys.argv[1:])}"
+    command = _command()
     some = next(iter(built.values()))
     with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds, 1 + whole)) as progress:
         more: dict[str, Any] = {"bounded": not unbounded, "step": step}
@@ -342,6 +344,207 @@ def bench(
         return _print_json({k: v for k, v in header.items() if k != "fused"} | sheet.json())
     _print(explain.headline(some.plan, some.options) + "\n")
     return _show([sheet])
+
+
+@app.command()
+def trace(
+    schedule: ScheduleFile,
+    machine: MachineName = MACHINE,
+    tp: Tp = 8,
+    tokens: Tokens = 16,
+    choose: Choose = None,
+    option: Options = None,
+    unfused: Unfused = False,
+    ranks: Annotated[int, typer.Option("--ranks", min=1, max=8, help="Live ranks, each on a GPU of its own.")] = 1,
+    experts: Annotated[
+        int | None, typer.Option("--experts", min=1, help="Distinct experts of a launch.  [default: the plan's]")
+    ] = None,
+    context: Context = None,
+    tree: Tree = False,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Distinct layers of a replay.")] = 8,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays without and with stamps, to compare.")] = 30,
+    replays: Annotated[int, typer.Option("--replays", min=1, help="Replays to record.")] = 5,
+    emulate: Annotated[bool, typer.Option("--emulate", help="Record a tiny layer in the emulator.")] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="The emulator's interleaving.")] = 0,
+    name: Annotated[str | None, typer.Option("--name", help="What to call the run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Files to write, less their endings.  [default: the plan's name]")
+    ] = None,
+    record: Annotated[bool, typer.Option("--record", help="Append both times to docs/measurements/.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Record what every warp does and when, and show it: a page, a Perfetto trace, and where the time goes.
+
+    Without a GPU, a tiny layer is emulated on the CPU.
+    """
+    from megagen.cli import device, emulator, pipeline, tracing
+    from megagen.settings import Settings
+
+    request = _request(schedule, machine, tp, tokens, choose, unfused, option)
+    if tp % ranks:
+        raise MegagenError(f"{ranks} live ranks in a group of {tp}", hint="a divisor of --tp")
+    settings = Settings.from_env()
+    if not emulate and device.absent():
+        typer.echo("no GPU here: emulating a tiny layer on the CPU", err=True)
+        emulate = True
+    stamped = _checked(replace(request, stamps=True, tiny=emulate))
+    base = _base(out, stamped.plan.name if stamped.plan.fused else f"{stamped.plan.name}.unfused")
+    step = pipeline.step(stamped, tokens, context, tree=tree, usual=emulator.CONTEXT if emulate else device.CONTEXT)
+    label = name or " ".join([stamped.plan.name, *(["unfused"] if unfused else []), *(choose or ()), *(option or ())])
+    more: dict[str, Any] = {"name": label, "experts": experts, "step": step, "command": _command()}
+    if emulate:
+        if record:
+            raise typer.BadParameter("--record keeps times of a GPU, and this is emulated")
+        with _working(f"compiling {stamped.plan.name} for the CPU"):
+            library = pipeline.emulated(stamped, settings)
+        with _working(f"emulating {stamped.plan.name}") as progress:
+            found = tracing.emulate(
+                stamped, library, ranks=ranks, replays=replays, seed=seed, progress=progress, **more
+            )
+    else:
+        device.require(ranks)
+        target = device.measurements(stamped.plan.name) if record else None
+        bare = replace(stamped, plan=stamped.plan.model_copy(update={"stamps": None}))
+        plain, built = (_built(c, [c.plan.machine.arch]) for c in (bare, stamped))
+        with _working(f"tracing {built.plan.name}", tracing.steps(layers, rounds, replays)) as progress:
+            found = tracing.record(
+                plain, built, settings, gpus=ranks, layers=layers, rounds=rounds, replays=replays,
+                target=target, progress=progress, **more,
+            )  # fmt: skip
+    kept = _suffixed(base, ".trace")
+    found.save(kept)
+    _shown([found], base, as_json, kept)
+
+
+@app.command("show")
+def show_(
+    recorded: Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `megagen trace` wrote.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write a page and a Perfetto trace: their name less its ending.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a recorded trace again; with --out, write its page and Perfetto trace."""
+    from megagen.trace.spans import Trace
+
+    base = None if out is None else _base(out, recorded.stem)
+    _shown([Trace.load(recorded)], base, as_json)
+
+
+@app.command()
+def compare(
+    one: Annotated[Path, typer.Argument(metavar="A", help="A file that `megagen trace` wrote.")],
+    other: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Write a page with both: its name less its ending.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two traces op by op: when each begins and ends, what the critical path spends on it."""
+    from megagen.trace.spans import Trace
+
+    base = None if out is None else _base(out, f"{one.stem}-{other.stem}")
+    traces = [Trace.load(one), Trace.load(other)]
+    if traces[0].facts.name == traces[1].facts.name:  # before and after an edit
+        named = zip(traces, (one, other), strict=True)
+        traces = [replace(t, facts=t.facts.model_copy(update={"name": path.stem})) for t, path in named]
+    _shown(traces, base, as_json)
+
+
+def _shown(traces: Sequence[Trace], base: Path | None, as_json: bool, *kept: Path) -> None:
+    """Write a page of one trace or two (of one, a Perfetto trace too), and print what they say and where it is.
+
+    ``kept``: what has been written already.
+    """
+    from megagen.cli import traces as sheets
+    from megagen.trace import compare, page, view
+    from megagen.trace import perfetto as tracks
+    from megagen.trace.model import Page
+
+    with _working("reading the trace"):
+        runs = tuple(view.run(t) for t in traces)
+        written = [*kept]
+        if base is not None:
+            page.write(Page(title=" and ".join(r.name for r in runs), runs=runs), _suffixed(base, ".html"))
+            written.append(_suffixed(base, ".html"))
+            if len(traces) == 1:
+                tracks.write(traces[0], _suffixed(base, ".pftrace"))
+                written.append(_suffixed(base, ".pftrace"))
+    found = sheets.sheets(runs[0]) if len(runs) == 1 else sheets.comparison(compare.compare(*runs), runs)
+    if as_json:
+        joined: dict[str, Any] = {}
+        for sheet in found:
+            joined |= sheet.json()
+        _print_json(joined | {"files": [str(p) for p in written]})
+    else:
+        _show(found)
+        for path in written:
+            _print(f"wrote {path}")
+
+
+def _base(out: Path | None, usual: str) -> Path:
+    """What the names of files begin with: ``out``, or ``usual`` in it if it is a folder. Raises MegagenError, before
+    anything runs, where nothing can be written."""
+    base = Path(usual) if out is None else out / usual if out.is_dir() else out
+    if base.suffix in ENDINGS:
+        base = base.with_suffix("")
+    folder = base.parent
+    if not folder.is_dir():
+        raise MegagenError(f"--out {out}: there is no folder {folder}", hint=f"mkdir -p {folder}")
+    if not os.access(folder, os.W_OK):
+        raise MegagenError(f"cannot write {base}.*: the folder {folder.absolute()} is not writable")
+    return base
+
+
+def _suffixed(base: Path, ending: str) -> Path:
+    return base.with_name(base.name + ending)
+
+
+def _command() -> str:
+    return f"megagen {' '.join(sys.argv[1:])}"
+
+
+@app.command()
+def probe(
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.toml", help="Write a machine description.")] = None,
+    only: Annotated[str | None, typer.Option("--only", metavar="CASES", help="Cases, separated by commas.")] = None,
+    listing: Annotated[bool, typer.Option("--list", help="List the cases and stop.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer runs of each.")] = False,
+    gpu: Annotated[int, typer.Option("--device", min=0, help="Which GPU.")] = 0,
+    record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure this GPU: what decides a schedule, as a table and as a file for --machine."""
+    from megagen.cli import probing
+    from megagen.probe.cases import chosen
+    from megagen.probe.run import steps
+
+    cases = chosen(only)
+    if listing:
+        return _sheet(probing.listing(cases), as_json)
+    target = probing.targets(out, record)
+    with _working("probing", steps(cases)) as progress:
+        report = probing.run(cases, gpu, quick, progress)
+    if out is not None:
+        probing.describe(report, out)
+    if target is not None:
+        probing.record(report, target, f"megagen {' '.join(sys.argv[1:])}")
+    _sheet(probing.sheet(report, out=out, recorded=target), as_json)
+    if report.failed:
+        _tell(report.failed)
+        raise DeviceError(f"failed: {', '.join(o.case.name for o in report.failed)}")
+    return None
+
+
+def _sheet(sheet: Sheet, as_json: bool) -> None:
+    return _print_json(sheet.json()) if as_json else _show([sheet])
+
+
+def _tell(outcomes: Sequence[Any]) -> None:
+    """Tracebacks of what cases raised, if they are wanted."""
+    if os.environ.get("MEGAGEN_TRACEBACK", "0") not in ("", "0"):
+        import traceback
+
+        for outcome in outcomes:
+            traceback.print_exception(outcome.error)
 
 
 def _emulated(

@@ -43,10 +43,12 @@ def record(
     command: str,
     progress: Callable[[], None],
     step: Step | None,
+    target: Path | None = None,
 ) -> Trace:
     """Time a stack of ``layers`` without and with stamps in turns, ``rounds`` times; then record ``replays`` of it.
 
-    A live rank on each of ``gpus``, the others stood in for; routing drawn anew each replay.
+    A live rank on each of ``gpus``, the others stood in for; routing drawn anew each replay. ``target``: a file of
+    measurements, for both times.
     """
     import torch
 
@@ -102,6 +104,12 @@ def record(
             progress()
         after = offset.measure(list(ranks), arch, settings)
 
+    notes = devices.notes(stamped, experts, layers, rounds, bounded=True, step=step, gpus=gpus)
+    if target is not None:
+        figure, kind = graph.attributes["figure"], "fused" if plan.fused else "unfused"
+        names = {"plain": f"{figure}.{kind}", "stamped": f"{figure}.{kind}.stamped"}
+        more: dict[str, Any] = {"plan": plan, "experts": experts or None, "command": command, "notes": notes}
+        measure.append(target, [measure.row(timings[n], what=what, **more) for n, what in names.items()])
     recorder.drifts = drifts = [offset.Drift(*pair) for pair in zip(before, after, strict=True)]
     return recorder.trace(
         Facts(
@@ -124,7 +132,7 @@ def record(
             drift_ns=tuple(d.before.ns - d.after.ns for d in drifts),
             plain_us=timings["plain"].median,
             stamped_us=timings["stamped"].median,
-            notes=devices.notes(stamped, experts, layers, replays, bounded=True, step=step),
+            notes=notes,
         )
     )
 

@@ -11,6 +11,8 @@ constexpr u32 kWhole = 1024; // shares of a block's stages are given in 1/1024
 
 template <class Tiles, u32 kBytes, Hint kHint>
 struct WeightStream {
+    static_assert(kBytes < 1u << 20, "an L2 prefetch of 1 MB is encoded as one of nothing");
+
     // Stages [first, last) of this block, in shares, at most kInFlight on their way at once.
     template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
     MEGAGEN_DEVICE void load(Ctx& ctx) {

@@ -320,8 +320,8 @@ def test_it_opens_at_once_and_every_op_has_a_row(show: Callable[..., View], runs
     totals = view.table("#totals")
     for run, row in zip(page.runs, totals, strict=False):
         assert number(row[1]) == round(run.total[1], 2)
-        assert row[6] == f"{fixed(run.total[1] / trace_samples.FLOOR)} ×"
         assert run.plain and run.stamped
+        assert row[6] == f"{fixed(run.plain / trace_samples.FLOOR)} ×"
         assert row[3:5] == [fixed(run.plain), f"+1.90  ({fixed(190 / run.plain, 1)} %)"]
     assert not view.tab.locator("#dropped").is_visible()
     wide = view.tab.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
@@ -493,6 +493,33 @@ def test_dragging_zooms_and_with_shift_moves(show: Callable[..., View], one: Pag
     assert view.range() == pytest.approx((28, 48), abs=2 * pixel)
     drag(35, 35.02)  # a click, or nearly
     assert view.range() == pytest.approx((28, 48), abs=2 * pixel)
+
+
+def test_the_cursor_has_the_time_that_is_under_it(show: Callable[..., View], one: Page) -> None:
+    """Also when what is shown has changed and the pointer has not moved."""
+    view = show(one)
+    cursor = view.tab.locator("#op-plot .cursor")
+    view.hover(30, label("attention"))
+    assert float(cursor.get_attribute("data-time")) == pytest.approx(30, abs=0.3)
+    (x, y), (to, _) = view.point(30, label("attention")), view.point(50, label("attention"))
+    view.tab.mouse.move(x, y)
+    view.tab.mouse.down()
+    view.tab.mouse.move(to, y)
+    view.tab.mouse.up()
+    view.settle()
+    lo, hi = view.range()
+    box = view.tab.locator("#op-plot canvas").bounding_box()
+    under = lo + (to - box["x"]) / box["width"] * (hi - lo)
+    assert float(cursor.get_attribute("data-time")) == pytest.approx(under, abs=0.1)
+    view.tab.keyboard.press("+")
+    view.settle()
+    assert not cursor.is_visible()
+
+
+def test_an_emulated_run_says_so(show: Callable[..., View], both: Page) -> None:
+    facts = (("origin", "emulated"), *both.runs[1].facts[1:])
+    view = show(Page(title="one of each", runs=(both.runs[0], both.runs[1].model_copy(update={"facts": facts}))))
+    assert view.text("#dropped") == f"{both.runs[1].name} is emulated: its times show order, not length."
 
 
 def test_keys_buttons_and_a_double_click(show: Callable[..., View], one: Page) -> None:

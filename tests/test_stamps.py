@@ -23,7 +23,7 @@ from megagen.ir.plan import Plan, StampPlan
 from megagen.lower import lower
 from megagen.settings import Settings
 from megagen.trace import offset
-from megagen.trace.record import HEADER, OPENING, RECORD, Clocks, Recorder, Slots
+from megagen.trace.record import HEADER, NOTICED, OPENING, RECORD, Clocks, Recorder, Slots
 from megagen.trace.spans import Facts, Trace
 from megagen.trace.spans import Kind as Span
 
@@ -304,7 +304,7 @@ def test_low_words_come_round() -> None:
     recorder.launches.append((0, 0, [Slots.read(small_plan(), np.frombuffer(first + second, "u1"))]))
     trace = recorder.trace(FACTS)
     assert trace.spans[["block", "step", "begin", "end"]].tolist() == [(0, 5, 100, 900), (1, 6, 310, 700)]
-    assert trace.launches.tolist() == [(0, 0, 0, 900, 0)] and trace.sms.tolist() == [[0, 1]]
+    assert trace.launches.tolist() == [(0, 0, 0, 900, 0)] and trace.sms.tolist() == [[[0, 1]]]
 
 
 def test_what_found_no_room_is_counted() -> None:
@@ -368,6 +368,8 @@ def test_slots_hold_what_the_header_says() -> None:
     numbers = {n: int(v, 0) for n, v in re.findall(r"constexpr u32 k(\w+) = (0x[\da-f]+|\d+)u?;", text)}
     assert numbers["StampBytes"] == RECORD.itemsize and numbers["StampHeader"] * RECORD.itemsize == HEADER.itemsize
     assert numbers["Opening"] == OPENING
+    assert re.findall(r"kNoticed = kCycles \? (\d+) : (\d+);", text) == [("512", "256")]
+    assert NOTICED == {True: "512 cycles", False: "256 ns"}
     assert re.findall(r"enum Mark : u32 \{ (.*) \}", text) == ["kJob, kWait, kLoad, kPrefetch"]
     assert [k.name for k in Span] == ["JOB", "WAIT", "LOAD", "PREFETCH"]
 

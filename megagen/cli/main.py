@@ -328,6 +328,10 @@ def bench(
         o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted
     }
     one = next(iter(found.values()))
+    if one.plan.stamps is not None:
+        if record:
+            raise MegagenError("the schedule asks for stamps, which take time: no figures are recorded of that")
+        typer.echo("warning: the schedule asks for stamps, which take time", err=True)
     step = pipeline.step(one, one.graph.tokens, context, tree=tree, usual=device.CONTEXT)
     device.require()
     built = {n: _built(c, [c.plan.machine.arch], bounded=not unbounded) for n, c in found.items()}

@@ -53,7 +53,7 @@ def comparison(of: Comparison, runs: Sequence[Run] = ()) -> list[Sheet]:
 
 
 FIGURES = (("begin", "begin"), ("end", "end"), ("length", "length"), ("wait", "wait"), ("critical", "path"))
-ALIKE = ("origin", "schedule", "machine", "tokens", "context", "experts", "ranks")  # or figures mean something else
+ALIKE = ("origin", "schedule", "machine", "tokens", "context", "experts", "ranks", "waits")  # or figures mean something else
 EMULATED = "Emulated: times count what the emulator did. They show order, not length."
 
 
@@ -96,16 +96,13 @@ def _whole(run: Run) -> str:
     low, total, high = run.total
     lines = ["Load: the first one. Begin: input is there. Length: of a block, begin to end."]
     lines += [EMULATED] if _emulated(run) else []
-    launch = f"A launch takes {total:.2f} µs (p10 to p90: {low:.2f} to {high:.2f})"
-    lines.append(f"{launch}.")
-    if run.floor is not None:
-        lines[-1] = f"{launch}, {total / run.floor:.2f} times its floor of {run.floor:.2f}."
-    lines.append(f"For {run.hbm_idle[1]:.2f} µs no SM has weights under way; for {run.idle[1]:.2f} a block is idle.")
+    lines.append(f"A launch takes {total:.2f} µs (p10 to p90: {low:.2f} to {high:.2f}).")
     if run.plain and run.stamped is not None:
         more = run.stamped - run.plain
-        lines.append(
-            f"Without stamps a launch takes {run.plain:.2f} µs; they cost {more:.2f} ({more / run.plain:.1%})."
-        )
+        lines.append(f"Back to back: {run.plain:.2f} without stamps, which cost {more:.2f} ({more / run.plain:.1%}).")
+    if run.floor is not None:
+        lines.append(f"The floor is {run.floor:.2f}: {run.over_floor:.2f} times that.")
+    lines.append(f"For {run.hbm_idle[1]:.2f} µs no SM has weights under way; for {run.idle[1]:.2f} a block is idle.")
     if run.dropped:
         lines.append(f"{counted(run.dropped, 'span')} found no room: s.stamps(records=...) makes more.")
     return "\n".join(lines)

@@ -58,7 +58,7 @@ def record(
     from megagen.runtime import driver
     from megagen.runtime.stack import Stack
     from megagen.trace import offset
-    from megagen.trace.record import Recorder
+    from megagen.trace.record import Recorder, least_wait
     from megagen.trace.spans import Facts
     from megagen.weights.random import random_layer
 
@@ -127,6 +127,7 @@ def record(
             ranks=gpus,
             clock="clock64" if plan.stamps is not None and plan.stamps.cycles else "globaltimer",
             clock_ns=plan.machine.timer_step_ns,
+            least_wait=least_wait(plan),
             offsets_ns=tuple(-d.before.ns for d in drifts),
             offset_error_ns=tuple(d.error_ns for d in drifts),
             drift_ns=tuple(d.before.ns - d.after.ns for d in drifts),
@@ -163,7 +164,7 @@ def emulate(
 
     from megagen.bench import measure
     from megagen.runtime.stack import Stack
-    from megagen.trace.record import Recorder
+    from megagen.trace.record import Recorder, least_wait
     from megagen.trace.spans import Facts
 
     plan, graph = checked.plan, checked.graph
@@ -196,6 +197,7 @@ def emulate(
             experts=experts,
             ranks=ranks,
             clock="the emulator's",
+            least_wait=least_wait(plan),
             offsets_ns=(0.0,) * ranks,
             offset_error_ns=(0.0,) * ranks,
             notes="time in the emulator counts what it did: it shows order, not length",

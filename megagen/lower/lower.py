@@ -42,6 +42,7 @@ SLICES, ROW_BLOCK = 8, 16  # mma/format.cuh
 WARPGROUP = 4
 HANG_RECORD = 64  # debug/hang.cuh
 STAMP, STAMP_HEADER = 16, 4  # bytes of a record, records before a warp's (debug/stamp.cuh)
+MOST_STAMPS, MOST_STAMPED_STEPS = 1 << 32, 0xFFF
 COARSE_TIMER_NS = 64  # a GPU's timer of larger steps is too coarse for stamps
 MEASURED_EXPERTS = 49
 PARAMETER: dict[TensorKind, Literal["input", "output", "state"]] = {
@@ -154,6 +155,11 @@ class _Lowering:
             return None
         records, loc = self.s.stamped
         warps = kernels * self.blocks * self.s.warps_per_block
+        if warps * (STAMP_HEADER + records) > MOST_STAMPS or self.steps >= MOST_STAMPED_STEPS:
+            raise ScheduleError(
+                f"stamps(records={records}) of {warps:,} warps with {self.steps:,} steps: more than can be numbered",
+                loc=loc, hint=f"{MOST_STAMPS:,} records of a launch, {MOST_STAMPED_STEPS:,} steps",
+            )  # fmt: skip
         return StampPlan(
             records=records,
             cycles=self.s.machine.timer_step_ns > COARSE_TIMER_NS,

@@ -41,6 +41,10 @@ class Peer(Session):
         with self.here():
             return super().capture(layers, replays=replays, before=before)
 
+    def settle(self) -> None:
+        """Wait for whatever its GPU still does."""
+        self._torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         with self.here():
             super().close()
@@ -80,7 +84,7 @@ class Group:
     """A live rank on each of ``devices``, the Plan's other ranks stood in for.
 
     Raises DeviceError when a GPU is missing or unfit, or two of them cannot reach each other's memory. Launch on all
-    ranks before waiting for any. Use it in one thread.
+    ranks before waiting for any. Use it in one thread. The first device is torch's current one afterwards.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Group:
         )
         for rank in self.ranks:
             rank.meet([r.heap.data_ptr() for r in self.ranks])
+        driver.require_torch(devices[0])  # the current one again
 
     def capture(self, launches: Sequence[Sequence[Layer]]) -> Replayable:
         """A CUDA graph a rank, replayed together; ``launches`` has each rank's layer of each."""
@@ -127,7 +132,9 @@ class Group:
             raise failed
 
     def recover(self) -> None:
-        """Make every rank's heap fresh again."""
+        """Make every rank's heap fresh again. None is while another may still write to it."""
+        for rank in self.ranks:
+            rank.settle()
         for rank in self.ranks:
             rank.recover()
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class Layer:
     """Parameters bound for launching. Keeps its tensors alive; ``tensors`` has them by parameter name.
 
-    ``stamps``: uint8 [plan.stamps.bytes] that its launches write, of a stamped Plan.
+    ``stamps``: uint8 [plan.stamps.bytes] that its launches write, of a stamped Plan: launched again and again, with PDL
+    two may write there at once.
     """
 
     tensors: Mapping[str, torch.Tensor]

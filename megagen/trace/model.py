@@ -147,6 +147,11 @@ class Run(Frozen):
     plain: float | None = None  # µs of a launch without stamps
     stamped: float | None = None  # and with them
 
+    @property
+    def over_floor(self) -> float | None:
+        """Launches by the floor; back to back without stamps where that was measured."""
+        return None if self.floor is None else (self.plain or self.total[1]) / self.floor
+
 
 class Page(Frozen):
     title: str

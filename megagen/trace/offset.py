@@ -44,7 +44,7 @@ class Offset:
         ahead = returned[:, 0] - served[:, 0] - away / 2
         quick = away <= np.quantile(away, QUICKEST)
         middle = int(served[len(served) // 2, 0])
-        return Offset(middle, float(np.mean(ahead[quick])), float(away.min()) / 2, float(np.median(away)))
+        return Offset(middle, float(np.mean(ahead[quick])), float(away[quick].max()) / 2, float(np.median(away)))
 
 
 @dataclass(frozen=True)

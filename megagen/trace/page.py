@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megagen import resources
-from megagen.errors import MegagenError
+from megagen.trace import files
 from megagen.trace.model import Page
 
 DIGITS = 3  # of a µs: what is shown is nanoseconds
@@ -20,28 +18,17 @@ DIGITS = 3  # of a µs: what is shown is nanoseconds
 
 def write(page: Page, path: Path) -> None:
     """Write the page in one step: a failure leaves no half of it. Raises MegagenError when it cannot."""
-    text = render(page)
-    aside: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        aside = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-        aside.chmod(0o644)
-        aside.replace(path)
-    except OSError as e:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
-        raise MegagenError(f"cannot write {path}: {e.strerror or e}") from e
+    text = render(page).encode()
+    files.write(path, lambda out: out.write(text))
 
 
 def render(page: Page) -> str:
     """The page's text. Whatever a name holds, it stays text."""
     folder = resources.templates() / "trace"
-    files = {kind: (folder / f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")}
-    parts = {"title": html.escape(page.title), "css": files["css"], "js": files["js"], "data": embedded(page)}
+    parts = {kind: (folder / f"page.{kind}").read_text("utf-8") for kind in ("html", "css", "js")}
+    parts |= {"title": html.escape(page.title), "data": embedded(page)}
     # in one pass, so that a marker within a part is text too
-    return re.sub(r"@@(title|css|js|data)@@", lambda found: parts[found[1]], files["html"])
+    return re.sub(r"@@(title|css|js|data)@@", lambda found: parts[found[1]], parts["html"])
 
 
 def embedded(page: Page) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 
 from megagen.ir.graph import Scope
 from megagen.ir.plan import ChannelPlan, SyncKind
+from megagen.ir.touches import ACCUM_FULL
 from megagen.trace import model
 from megagen.trace.table import Bools, Floats, Ints, Launch
 
@@ -173,7 +174,10 @@ class _Walk:
         if of.names.edge(edge) == of.names.plan.ring.full:
             return self._load(row, time)
         first, last = self._block(row)
-        return self._pick(first + np.flatnonzero(self._arrives(edge)[of.step[first:last]]), time, ARRIVE)
+        arrive = self._arrives(edge)
+        if of.names.edge(edge) == ACCUM_FULL:  # by the op's own; its next one may have begun
+            arrive &= of.names.having(op=of.names.steps[int(of.step[row])].op)
+        return self._pick(first + np.flatnonzero(arrive[of.step[first:last]]), time, ARRIVE)
 
     def _load(self, row: int, time: int) -> tuple[int, int, int] | None:
         of = self.launch

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megagen.errors import MegagenError
-from megagen.trace import hbm
+from megagen.trace import files, hbm
 from megagen.trace.spans import Trace
 from megagen.trace.table import Ints, Launch, Names, check, launches, nearest, totals
 from megagen.trace.view import landed, title
@@ -31,18 +29,7 @@ def write(trace: Trace, path: Path, launches: Sequence[int] | None = None) -> No
         raise MegagenError("the package perfetto is not installed", hint="pip install perfetto") from e
     builder = TraceProtoBuilder()
     _Writer(trace, builder).write(launches)
-    aside: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        aside = Path(name)
-        with os.fdopen(handle, "wb") as out:
-            out.write(builder.serialize())
-        aside.chmod(0o644)
-        aside.replace(path)
-    except OSError as e:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
-        raise MegagenError(f"cannot write {path}: {e.strerror or e}") from e
+    files.write(path, lambda out: out.write(builder.serialize()))
 
 
 class _Writer:
@@ -59,7 +46,7 @@ class _Writer:
         for i in wanted:
             if not 0 <= i < len(long) or not long[i]:
                 raise MegagenError(f"the trace has no launch {i}", hint=f"there are {len(long)}, from 0")
-        self._describe()
+        self._describe(wanted)
         begins = self.trace.launches["begin"]
         for i, launch in zip(wanted, launches(self.trace, self.names, wanted), strict=True):
             origin = int(begins[i] - begins[wanted[0]])
@@ -75,7 +62,7 @@ class _Writer:
         return 1 + rank * (1 + len(COUNTERS))
 
     def _group(self, place: int) -> int:
-        return self._process(len(self.trace.sms)) + place * (1 + self.per_place)
+        return self._process(self.trace.ranks) + place * (1 + self.per_place)
 
     def _warp(self, thread: int) -> int:
         """A track for each kernel that a warp has: one kernel's warps may begin before those of the last have ended.
@@ -83,10 +70,10 @@ class _Writer:
         place, within = divmod(thread, self.per_place)
         return self._group(place) + 1 + within
 
-    def _describe(self) -> None:
+    def _describe(self, launches: Sequence[int]) -> None:
         plan, blocks = self.trace.plan, self.trace.plan.launch.blocks
         titles = [f"warp {warp}: {title(plan, warp)}" for warp in range(plan.launch.warps)]
-        for rank in range(len(self.trace.sms)):
+        for rank in range(self.trace.ranks):
             process = self._track(self._process(rank))
             process.process.pid = rank + 1
             process.process.process_name = f"rank {rank}: {self.trace.facts.name}"
@@ -96,7 +83,8 @@ class _Writer:
                 counter.counter.unit = counter.counter.Unit.UNIT_SIZE_BYTES
             for block in range(blocks):
                 at = self._group(rank * blocks + block)
-                name = f"block {block}, SM {self.trace.sms[rank, block]}"
+                sms = sorted({self.trace.sm(i, rank, block) for i in launches})
+                name = f"block {block}, SM {', '.join(map(str, sms))}"
                 group = self._track(at, self._process(rank), block + len(COUNTERS), name)
                 group.child_ordering = self.tracks.ChildTracksOrdering.EXPLICIT
                 for i in range(self.per_place):

@@ -26,14 +26,23 @@ HEADER = np.dtype(
 )  # fmt: skip
 RECORD = np.dtype([("begin", "<u4"), ("end", "<u4"), ("what", "<u4"), ("slot", "<u4")])
 OPENING = 0xFFF  # the step of what comes before a warp's program
+NOTICED = {False: "256 ns", True: "512 cycles"}  # by whether cycles are stamped
+
+
+def least_wait(plan: Plan) -> str:
+    """What a wait must take for a kernel of the stamped Plan to write it."""
+    assert plan.stamps is not None
+    return NOTICED[plan.stamps.cycles]
 
 
 @dataclass(frozen=True)
 class Slots:
-    """One rank's stamps of a launch: ``header`` HEADER [kernels, blocks, warps], ``records`` RECORD [.., records]."""
+    """One rank's stamps of a launch: ``header`` HEADER [kernels, blocks, warps], ``records`` RECORD of one warp after
+    the other, as many as were asked for, but no more than there was ``room`` for."""
 
     header: NDArray[np.void]
     records: NDArray[np.void]
+    room: int
 
     @staticmethod
     def read(plan: Plan, raw: NDArray[np.uint8]) -> Slots:
@@ -45,7 +54,9 @@ class Slots:
         if (header["ended"] == 0).any():
             kernel, block, warp = (int(i[0]) for i in np.nonzero(header["ended"] == 0))
             raise DeviceError(f"warp {warp} of block {block} of {plan.kernels[kernel].name} left no stamps")
-        return Slots(header, slots[..., HEADER.itemsize :].copy().view(RECORD))
+        room = plan.stamps.records
+        used = np.arange(room) < header["asked"][..., None]
+        return Slots(header, slots[..., HEADER.itemsize :].copy().view(RECORD)[used], room)
 
 
 @dataclass
@@ -74,7 +85,7 @@ class Recorder:
             table[index] = (layer, replay, first, spans["end_ns"].max(initial=0), dropped)
             found.append(_narrow(spans))
         table["begin"] -= table["begin"].min()
-        sms = np.stack([slots.header["sm"][0, :, 0] for slots in self.launches[-1][2]]).astype("<u2")
+        sms = np.array([[s.header["sm"][0, :, 0] for s in ranks] for _, _, ranks in self.launches]).astype("<u2")
         return Trace(facts, self.plan, table, sms, np.concatenate(found))
 
     def _rates(self, replay: int) -> list[Clocks] | None:
@@ -92,11 +103,10 @@ class Recorder:
         parts, first, dropped = [], [], 0
         for rank, slots in enumerate(ranks):
             shift = -round(self.drifts[rank].at(int(ranks[0].header["timer"].min()))) if self.drifts else 0
-            room = slots.records.shape[-1]
-            asked = slots.header["asked"]
+            room, asked = slots.room, slots.header["asked"]
             dropped += int(np.maximum(asked.astype("i8") - room, 0).sum())
             kernel, block, warp, place = np.nonzero(np.arange(room) < asked[..., None])
-            r, h = slots.records[kernel, block, warp, place], slots.header[kernel, block, warp]
+            r, h = slots.records, slots.header[kernel, block, warp]
             kind = r["what"] & 15
             step = r["what"] >> 4 & OPENING
             point = (kind == Kind.LOAD) | (kind == Kind.PREFETCH)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
@@ -14,11 +11,11 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from megagen.errors import MegagenError
 from megagen.ir.graph import Frozen
 from megagen.ir.plan import Plan
+from megagen.trace import files
 
 VERSION = 1
 
@@ -68,6 +65,7 @@ class Facts(Frozen):
     ranks: int = 1
     clock: str = "globaltimer"
     clock_ns: float = 1.0
+    least_wait: str = ""  # what a wait must take to be written
     offsets_ns: tuple[float, ...] = (0.0,)
     offset_error_ns: tuple[float, ...] = (0.0,)
     drift_ns: tuple[float, ...] = (0.0,)
@@ -78,8 +76,8 @@ class Facts(Frozen):
 
 @dataclass(frozen=True)
 class Trace:
-    """``launches``: LAUNCH [n]. ``sms``: uint16 [ranks, blocks], where each block ran. ``spans``: SPAN [m], sorted by
-    launch, rank, block, warp and time."""
+    """``launches``: LAUNCH [n]. ``sms``: uint16 [n, ranks, blocks], where each block ran, or [ranks, blocks] if that is
+    the same in all launches. ``spans``: SPAN [m], sorted by launch, rank, block, warp and time."""
 
     facts: Facts
     plan: Plan
@@ -87,23 +85,20 @@ class Trace:
     sms: NDArray[np.uint16]
     spans: NDArray[np.void]
 
+    @property
+    def ranks(self) -> int:
+        return int(self.sms.shape[-2])
+
+    def sm(self, launch: int, rank: int, block: int) -> int:
+        """Where a block ran: a launch's go to whichever SMs the one before has left."""
+        return int((self.sms if self.sms.ndim == 2 else self.sms[launch])[rank, block])
+
     def save(self, path: Path) -> None:
         """Write the trace in one step: a failure leaves no half of it. Raises MegagenError when it cannot."""
         header = json.dumps({"version": VERSION, "facts": self.facts.model_dump(mode="json")})
         arrays: dict[str, Any] = {"header": _bytes(header), "plan": _bytes(self.plan.to_json())}
         arrays |= {"launches": self.launches, "sms": self.sms, "spans": self.spans}
-        aside: Path | None = None
-        try:
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-            aside = Path(name)
-            with os.fdopen(handle, "wb") as out:
-                np.savez_compressed(out, allow_pickle=False, **arrays)
-            aside.chmod(0o644)
-            aside.replace(path)
-        except OSError as e:
-            if aside is not None:
-                aside.unlink(missing_ok=True)
-            raise MegagenError(f"cannot write {path}: {e.strerror or e}") from e
+        files.write(path, lambda out: np.savez_compressed(out, allow_pickle=False, **arrays))
 
     @staticmethod
     def load(path: Path) -> Trace:
@@ -120,9 +115,18 @@ class Trace:
                 facts, plan = Facts.model_validate(header["facts"]), Plan.from_json(found["plan"].tobytes().decode())
         except OSError as e:
             raise MegagenError(f"cannot read {path}: {e.strerror or e}") from e
-        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, ValidationError) as e:
+        except MegagenError:
+            raise
+        except Exception as e:  # whatever zip files, zlib, numpy, JSON and models make of bytes
             raise MegagenError(f"{path} is no trace of megagen", hint="`megagen trace SCHEDULE` records one") from e
-        if [a.dtype for a in arrays] != [LAUNCH, np.dtype("<u2"), SPAN]:
+        launches, sms, spans = arrays
+        if (
+            [a.dtype for a in arrays] != [LAUNCH, np.dtype("<u2"), SPAN]
+            or (launches.ndim, spans.ndim) != (1, 1)
+            or sms.shape[:-2] not in ((), (len(launches),))
+            or sms.shape[-1:] != (plan.launch.blocks,)
+            or sms.ndim < 2
+        ):
             raise MegagenError(f"{path} is no trace of megagen", hint="`megagen trace SCHEDULE` records one")
         return Trace(facts, plan, *arrays)
 

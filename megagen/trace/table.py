@@ -20,7 +20,7 @@ Bools = NDArray[np.bool_]
 
 LOADS = ("load_weights", "prefetch_l2")  # calls that ask for weights
 IDLE = ("attach", "drain")  # services that only wait, which no span says
-LEAD = 300  # ns: what comes later than this into a job is not its first wait
+LEAD = 700  # ns: between waits for one thing less is done than this, though code may have to come
 NEVER = np.iinfo("i8").max
 
 
@@ -127,13 +127,15 @@ class Launch:
     def ready(self) -> Ints:
         """Of each row that is a job: the end of its last wait for input before any other wait, else its begin.
 
-        Accumulators are a reduce role's input: the first of them counts, if it is waited for at once.
+        Waits too short to be written are known by the work that follows them: input that is waited for after some is
+        another share's. Accumulators are a reduce role's input: the first of them counts, if it is waited for at once.
         """
         inputs = self.waits & self.names.input[self.step, np.minimum(self.edge, len(self.names.edges) - 1)]
         accum = self.waits & (self.edge == self.names.plan.barrier(ACCUM_FULL).index)
         before = np.roll(self.until - self.free, 1)
         inputs |= accum & (_counted(accum, self.job) == 1) & (before <= LEAD)
-        head = inputs & (_counted(self.waits & ~inputs, self.job) == 0)
+        later = inputs & (_counted(inputs, self.job) > 1) & (before > LEAD)
+        head = inputs & (_counted((self.waits & ~inputs) | later, self.job) == 0)
         found = self.begin.copy()
         found[self.job[head]] = self.end[head]  # in order, so that the last one stays
         return found
@@ -185,7 +187,7 @@ def check(trace: Trace) -> Names:
     """What the trace's numbers mean. Raises MegagenError for one that is not of its plan."""
     names, spans = Names.of(trace.plan), trace.spans
     limits = {
-        "launch": len(trace.launches), "rank": len(trace.sms), "block": trace.plan.launch.blocks,
+        "launch": len(trace.launches), "rank": trace.ranks, "block": trace.plan.launch.blocks,
         "warp": trace.plan.launch.warps, "step": len(names.steps),
     }  # fmt: skip
     for name, limit in limits.items():
@@ -212,7 +214,7 @@ def launches(trace: Trace, names: Names, wanted: Iterator[int] | list[int]) -> I
     number, long = spans["launch"], totals(trace)
     for i in wanted:
         first, last = np.searchsorted(number, [i, i + 1])
-        yield _launch(names, spans[first:last], len(trace.sms), int(long[i]))
+        yield _launch(names, spans[first:last], trace.ranks, int(long[i]))
 
 
 def _launch(names: Names, spans: NDArray[np.void], ranks: int, total: int) -> Launch:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megagen.ir.plan import OpPlan, Plan, SyncKind
+from megagen.ir.touches import ACCUM_FULL
 from megagen.trace import hbm, model, path
 from megagen.trace.cover import Cover
 from megagen.trace.spans import Facts, Trace
@@ -24,6 +25,7 @@ from megagen.trace.table import LOADS, Bools, Floats, Ints, Launch, Names, check
 
 QUICK = 300  # ns of work that are nobody's share of an op
 WAITS = 3  # that cost most
+LATENCY = 640  # ns that a load takes at least: the shortest that warps of an H200 saw
 LATE = 5000  # ns: more than a load takes beyond HBM's own time
 AWAITED = 0.5  # µs: who spends less of the critical path on an op's loads would not have them sooner
 
@@ -35,7 +37,7 @@ def run(trace: Trace, blocks: int = 10) -> model.Run:
     """
     names, long = check(trace), totals(trace)
     shown = nearest(long)
-    error = (*trace.facts.offset_error_ns, *[0.0] * len(trace.sms))[: len(trace.sms)]
+    error = (*trace.facts.offset_error_ns, *[0.0] * trace.ranks)[: trace.ranks]
     sums, kept = _Sums(names), None
     for i, launch in zip(np.flatnonzero(long), launches(trace, names, np.flatnonzero(long).tolist()), strict=True):
         found = sums.add(launch, path.walk(launch, error))
@@ -153,6 +155,8 @@ class _Sums:
             roles.sort(key=lambda i: list(op.roles).index(c) if (c := self.names.roles[i][1]) in op.roles else -1)
             work = [i for i in roles if self.names.roles[i][1] not in LOADS]
             since, until = _least(ready[:, work]), -_least(-end[:, work])
+            first = _least(ready[:, [i for i in work if not self._sums_up(i)]])
+            since = np.where(np.isnan(first), since, first)
             if not np.isfinite(since).any():
                 continue
             parts = [
@@ -168,6 +172,11 @@ class _Sums:
                 loads=tuple(self._loads(roles, asked)), parts=tuple(parts), source=place(op.source),
                 length=_stat(until - since),
             )  # fmt: skip
+
+    def _sums_up(self, role: int) -> bool:
+        """Whether a role waits for accumulators: what it works on, its op has been at work on before."""
+        steps = [s for s, i in zip(self.names.steps, self.names.role, strict=True) if i == role]
+        return any(u.barrier == ACCUM_FULL and u.action == "wait" for s in steps for u in s.barriers)
 
     def _loads(self, roles: Sequence[int], asked: Floats) -> Iterable[model.Loads]:
         for i in roles:
@@ -309,11 +318,11 @@ def under_way(launch: Launch, flows: Sequence[hbm.Flow]) -> list[tuple[Floats, F
 
 def landed(launch: Launch, flows: Sequence[hbm.Flow]) -> Floats:
     """When each ask's bytes were there: as a warp saw it, if it did not come to look much later than :mod:`hbm` has it,
-    else as that has it, before the stage is used again."""
+    else as that has it (but no sooner than any load has landed), before the stage is used again."""
     seen, known = launch.loaded()
     modelled = np.zeros(len(seen))
     for flow, asks in zip(flows, hbm.asks(launch), strict=True):
-        modelled[asks] = flow.done
+        modelled[asks] = np.maximum(flow.done, launch.ask_time[asks] + LATENCY)
     found: Floats = np.where(known & (seen <= modelled + LATE), seen, np.minimum(modelled, seen))
     return np.minimum(np.maximum(found, launch.ask_time), launch.total)
 
@@ -326,7 +335,7 @@ def _blocks(trace: Trace, launch: Launch, spans: np.ndarray, wanted: int) -> Ite
         rank, block = divmod(int(at), launch.blocks)
         mine = spans[(spans["rank"] == rank) & (spans["block"] == block)]
         yield model.Block(
-            rank=rank, block=block, sm=int(trace.sms[rank, block]), end=end[at] / 1000,
+            rank=rank, block=block, sm=trace.sm(int(spans["launch"][0]), rank, block), end=end[at] / 1000,
             warps=tuple(_warp(trace.plan, w, mine[mine["warp"] == w]) for w in range(trace.plan.launch.warps)),
         )  # fmt: skip
 
@@ -386,7 +395,8 @@ def _facts(trace: Trace) -> tuple[tuple[str, str], ...]:
         "tokens": str(of.tokens), "context": "" if of.context is None else str(of.context),
         "experts": "" if of.experts is None else str(of.experts), "ranks": str(of.ranks),
         "launches": f"{len(trace.launches)} ({layers} layers, {replays} replays)",
-        "clock": f"{of.clock}, {of.clock_ns:g} ns", "offsets": _offsets(of), "stamps": _cost(of),
+        "clock": f"{of.clock}, {of.clock_ns:g} ns",
+        "waits": of.least_wait and f"from {of.least_wait} on", "offsets": _offsets(of), "stamps": _cost(of),
         "commit": of.commit, "command": of.command, "date": of.date, "notes": of.notes,
     }  # fmt: skip
     return tuple((name, text) for name, text in shown.items() if text)
@@ -396,7 +406,8 @@ def _offsets(facts: Facts) -> str:
     if facts.ranks < 2:
         return ""
     return ", ".join(
-        f"{offset:.0f} ± {error:.0f}" for offset, error in zip(facts.offsets_ns, facts.offset_error_ns, strict=False)
+        f"{offset or 0:.0f} ± {error:.0f}"
+        for offset, error in zip(facts.offsets_ns, facts.offset_error_ns, strict=False)
     ) + f" ns, drifting by {max(map(abs, facts.drift_ns), default=0):.0f}"  # fmt: skip
 
 

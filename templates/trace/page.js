@@ -860,6 +860,7 @@
     const { pans } = drag;
     stopDrag();
     if (!pans && far) show(...chosen);
+    hover(plot, event); // another time is there now
   }
 
   function stopDrag() {
@@ -926,6 +927,7 @@
       if (!deed || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("select, input")) return;
       event.preventDefault();
       deed();
+      leave();
     });
     document.addEventListener(
       "scroll",
@@ -1149,7 +1151,11 @@
     { name: "without stamps", title: "measured in turns with and without", key: "plain", of: (run) => run.plain },
     { name: "stamps add", title: "in the same measurement", text: stampsCost },
     { name: "floor", title: "the time HBM needs for the weights", key: "floor", of: (run) => run.floor },
-    { name: "launch / floor", text: (run) => (run.floor ? `${(run.total[1] / run.floor).toFixed(2)} ×` : "–") },
+    {
+      name: "over floor",
+      title: "without stamps, where that is known",
+      text: (run) => (run.floor ? `${((run.plain ?? run.total[1]) / run.floor).toFixed(2)} ×` : "–"),
+    },
     {
       name: "HBM idle",
       title: "at least, in which no weight is asked for or under way",
@@ -1193,9 +1199,12 @@
     $("totals").append(el("thead", {}, el("tr", {}, el("th"), ...names)), el("tbody", {}, ...rows));
     facts();
     const lost = runs.filter((run) => run.dropped);
-    $("dropped").hidden = !lost.length;
     const warning = (run) => `${count(run.dropped)} spans of ${run.name} found no room: some work and waits are missing.`;
-    $("dropped").textContent = lost.map(warning).join(" ");
+    const emulated = runs.filter((run) => run.facts.some(([key, value]) => key === "origin" && value === "emulated"));
+    const unreal = (run) => `${run.name} is emulated: its times show order, not length.`;
+    const warnings = [...lost.map(warning), ...emulated.map(unreal)];
+    $("dropped").hidden = !warnings.length;
+    $("dropped").textContent = warnings.join(" ");
     $("work-b").hidden = !two;
   }
 
@@ -1219,9 +1228,10 @@
     const ragged = most(run.rows, (x) => x.end[2] - x.end[0]);
     const says = [];
     if (run.floor) {
+      const bare = run.plain ? ` (${us(run.plain)} without stamps)` : "";
       says.push(
-        `A launch takes ${us(run.total[1])} µs, and HBM needs ${us(run.floor)} µs for its weights. The ` +
-          `${us(run.total[1] - run.floor)} µs between are what a better schedule can win.`,
+        `A launch takes ${us(run.total[1])} µs${bare}, and HBM needs ${us(run.floor)} µs for its weights. The ` +
+          `${us((run.plain ?? run.total[1]) - run.floor)} µs between are the most that a better schedule can win.`,
       );
     }
     if (wait) {
@@ -1230,7 +1240,8 @@
     }
     if (ragged) {
       says.push(
-        `A wide whisker at an end means that blocks finish far apart, and whoever needs them all waits for the last. ` +
+        `A wide whisker at an end means that blocks finish far apart, and whoever needs them all waits for the last, ` +
+          `or that launches do: the p10 and p90 of a launch are ${us(run.total[2] - run.total[0])} µs apart. ` +
           `Widest here: ${ragged.op}, ${us(ragged.end[2] - ragged.end[0])} µs.`,
       );
     }

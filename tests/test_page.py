@@ -24,6 +24,7 @@ from megagen.trace.model import Block, Page, Row, Run
 from megagen.trace.page import write
 from megagen.trace.spans import Kind
 
+ROOT = Path(__file__).resolve().parent.parent
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MB = 1e6
@@ -301,6 +302,19 @@ def spans(run: Run, block: Block, warp: int) -> list[Seen]:
         Seen(steps[step], edges.get(edge, ""), Kind(kind), slot, size, begin / 1e3, end / 1e3)
         for kind, step, edge, slot, size, begin, end in block.warps[warp].spans
     ]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "traces").glob("*.html")), ids=lambda path: path.stem)
+def test_the_pages_of_the_documentation_open_at_once(browser: Any, path: Path) -> None:
+    assert path.stat().st_size < 5_000_000
+    tab, faults = browser.new_page(), []
+    tab.on("console", lambda message: faults.append(message.text))
+    tab.on("pageerror", lambda error: faults.append(str(error)))
+    tab.on("request", lambda request: request.url.startswith("file:") or faults.append(request.url))
+    tab.goto(path.as_uri())
+    assert tab.evaluate("megagen.ready") < 2000
+    assert tab.locator("#op-labels [data-op]").count() >= 10 and not faults
+    tab.close()
 
 
 def hash_around(seen: Seen, room: float) -> str:

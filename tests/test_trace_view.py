@@ -611,6 +611,27 @@ def test_a_comparison_as_a_sheet() -> None:
     json.dumps(sheet.json(), allow_nan=False)
 
 
+def test_a_graphs_first_launch_does_not_count() -> None:
+    """Three layers, twice: the first takes 9 µs, the others 6.5. In the emulator there is no graph."""
+    found = gemm(Maker(tiny())).trace()
+    spans, launches = [], np.zeros(6, found.launches.dtype)
+    for i in range(6):
+        mine = found.spans.copy()
+        mine["launch"] = i
+        if i % 3 == 0:
+            mine["end"][mine["end"] == mine["end"].max()] = 9000
+        spans.append(mine)
+        launches[i] = (i % 3, i // 3, 0, mine["end"].max(), 0)
+    for origin, want in (("measured", 4), ("emulated", 6)):
+        facts = found.facts.model_copy(update={"origin": origin})
+        trace = replace(found, facts=facts, launches=launches, spans=np.concatenate(spans))
+        run = view.run(trace)
+        assert run.launches == want and run.total[2] == (6.5 if want == 4 else 9.0)
+        assert ("less the first of each" in dict(run.facts)["launches"]) == (want == 4)
+        alone = replace(found, facts=facts, launches=launches[:1], spans=spans[0])
+        assert view.run(alone).total[1] == 9.0  # there are no others
+
+
 def test_the_machine_of_these_tests() -> None:
     """Figures above are of its rate."""
     assert machine("h200").hbm_bytes_per_s == RATE * 1e9 == tiny().machine.hbm_bytes_per_s

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -503,7 +504,7 @@ def _suffixed(base: Path, ending: str) -> Path:
 
 
 def _command() -> str:
-    return f"megagen {' '.join(sys.argv[1:])}"
+    return shlex.join(["megagen", *sys.argv[1:]])
 
 
 @app.command()

@@ -53,7 +53,8 @@ def comparison(of: Comparison, runs: Sequence[Run] = ()) -> list[Sheet]:
 
 
 FIGURES = (("begin", "begin"), ("end", "end"), ("length", "length"), ("wait", "wait"), ("critical", "path"))
-ALIKE = ("origin", "schedule", "machine", "tokens", "context", "experts", "ranks", "waits")  # or figures mean something else
+# Where two runs differ in these, their figures mean different things.
+ALIKE = ("origin", "schedule", "machine", "tokens", "context", "experts", "ranks", "waits")
 EMULATED = "Emulated: times count what the emulator did. They show order, not length."
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from megagen.errors import MegagenError
 from megagen.trace import files, hbm
 from megagen.trace.spans import Trace
-from megagen.trace.table import Ints, Launch, Names, check, launches, nearest, totals
+from megagen.trace.table import Ints, Launch, Names, check, launches, nearest, usual
 from megagen.trace.view import landed, title
 
 SEQUENCE = 1
@@ -41,7 +41,7 @@ class _Writer:
         self.per_place = trace.plan.launch.warps * len(trace.plan.kernels)
 
     def write(self, wanted: Sequence[int] | None) -> None:
-        long = totals(self.trace)
+        long = usual(self.trace)
         wanted = [nearest(long)] if wanted is None else sorted(wanted)
         for i in wanted:
             if not 0 <= i < len(long) or not long[i]:

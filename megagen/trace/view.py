@@ -21,7 +21,20 @@ from megagen.ir.touches import ACCUM_FULL
 from megagen.trace import hbm, model, path
 from megagen.trace.cover import Cover
 from megagen.trace.spans import Facts, Trace
-from megagen.trace.table import LOADS, Bools, Floats, Ints, Launch, Names, check, launches, nearest, place, totals
+from megagen.trace.table import (
+    LOADS,
+    Bools,
+    Floats,
+    Ints,
+    Launch,
+    Names,
+    check,
+    launches,
+    nearest,
+    place,
+    totals,
+    usual,
+)
 
 QUICK = 300  # ns of work that are nobody's share of an op
 WAITS = 3  # that cost most
@@ -31,11 +44,12 @@ AWAITED = 0.5  # µs: who spends less of the critical path on an op's loads woul
 
 
 def run(trace: Trace, blocks: int = 10) -> model.Run:
-    """The view of a trace, with ``blocks`` blocks of its most usual launch. Launches without spans do not count.
+    """The view of a trace, with ``blocks`` blocks of its most usual launch. Launches without spans do not count, nor,
+    of a GPU, those that begin a graph.
 
     Raises MegagenError for a trace that has none or is not of its plan.
     """
-    names, long = check(trace), totals(trace)
+    names, long = check(trace), usual(trace)
     shown = nearest(long)
     error = (*trace.facts.offset_error_ns, *[0.0] * trace.ranks)[: trace.ranks]
     sums, kept = _Sums(names), None
@@ -388,13 +402,14 @@ def _facts(trace: Trace) -> tuple[tuple[str, str], ...]:
     """What is known of a trace, for people."""
     of = trace.facts
     layers, replays = (len(np.unique(trace.launches[name])) for name in ("layer", "replay"))
+    left = ", less the first of each" if not np.array_equal(usual(trace), totals(trace)) else ""
     shown = {
         "origin": of.origin, "machine": of.machine, "driver": of.driver,
         "versions": ", ".join(f"{name} {version}" for name, version in of.versions.items()),
         "schedule": trace.plan.name, "choices": ", ".join(f"{k}={v}" for k, v in trace.plan.choices.items()),
         "tokens": str(of.tokens), "context": "" if of.context is None else str(of.context),
         "experts": "" if of.experts is None else str(of.experts), "ranks": str(of.ranks),
-        "launches": f"{len(trace.launches)} ({layers} layers, {replays} replays)",
+        "launches": f"{len(trace.launches)} ({layers} layers, {replays} replays{left})",
         "clock": f"{of.clock}, {of.clock_ns:g} ns",
         "waits": of.least_wait and f"from {of.least_wait} on", "offsets": _offsets(of), "stamps": _cost(of),
         "commit": of.commit, "command": of.command, "date": of.date, "notes": of.notes,

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from plan_mutations import FAMILIES
 
-from megagen import resources
+from megagen import files, resources
 from megagen.check import check
 from megagen.cli import pipeline
 from megagen.compile.compiler import without_comments
@@ -542,7 +542,7 @@ def results() -> dict[str, Result]:
 
 def save(found: Iterable[Result]) -> None:
     lines = ",\n".join(json.dumps(asdict(r), ensure_ascii=False) for r in found)
-    pipeline.write_aside(RESULTS, f"[\n{lines}\n]\n".encode())
+    files.write(RESULTS, f"[\n{lines}\n]\n".encode())
 
 
 def judge(r: Result) -> str:

@@ -212,7 +212,7 @@ def test_a_failed_append_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest
     def full(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(measure.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(MegagenError, match="No space left"):
         measure.append(path, [a_row()])
     assert path.read_text() == old

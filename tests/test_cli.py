@@ -19,6 +19,7 @@ import pytest
 import trace_made
 from typer.testing import CliRunner
 
+from megagen import files as megagen_files
 from megagen import machines
 from megagen.cli import device, explain, main, pipeline, sheets
 from megagen.compile.artifact import Artifact, KernelReport
@@ -670,14 +671,14 @@ def test_a_launch_is_traced_without_a_gpu(desk: Path) -> None:
 
 def test_writing_aside_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "a.cu"
-    pipeline.write_aside(path, b"old")
+    megagen_files.write(path, b"old", folders=True)
 
     def full(self: Path, target: Path) -> Path:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(MegagenError, match=r"a\.cu: No space left"):
-        pipeline.write_aside(path, b"new")
+        megagen_files.write(path, b"new")
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
 

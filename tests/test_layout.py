@@ -18,7 +18,7 @@ PACKAGE = ROOT / "megagen"
 
 # Each room may use those before it and itself. Rooms on the list that do not exist yet keep their place.
 ROOMS = (
-    "errors settings resources ir machines ops models dsl lower check sim emit compile emulate "
+    "errors files settings resources ir machines ops models dsl lower check sim emit compile emulate "
     "weights runtime trace tune bench probe cli testing"
 ).split()
 LIGHT = ROOMS[: ROOMS.index("emulate") + 1]  # import and run with neither torch nor a GPU

@@ -14,7 +14,7 @@ import probe_bounds
 import pytest
 from typer.testing import CliRunner
 
-from megagen import machines, resources
+from megagen import files, machines, resources
 from megagen.bench import measure
 from megagen.cli import probing
 from megagen.cli.main import app
@@ -432,9 +432,7 @@ MEASURED = report(
 
 
 def written(made: Report, path: Path) -> Path:
-    describe.write(
-        path, describe.toml(describe.machine(made), made.figures, describe.heading(made.device, "2030-01-02"))
-    )
+    files.write(path, describe.toml(describe.machine(made), made.figures, describe.heading(made.device, "2030-01-02")))
     return path
 
 

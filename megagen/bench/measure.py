@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
+from megagen import files
 from megagen.bench.timing import Timing
 from megagen.errors import MegagenError
 from megagen.ir.graph import Frozen
@@ -109,22 +108,11 @@ def commit() -> str:
 
 def append(path: Path, rows: Sequence[Row]) -> None:
     """Add rows to a JSON-lines file in one step: readers and a failure see the old file or the whole new one."""
-    aside: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         old = path.read_text() if path.exists() else ""
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        aside = Path(name)
-        with os.fdopen(handle, "w") as out:
-            out.write(old + "".join(r.model_dump_json() + "\n" for r in rows))
-            out.flush()
-            os.fsync(out.fileno())
-        aside.chmod(0o644)
-        aside.replace(path)
     except OSError as e:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
-        raise MegagenError(f"cannot write {path}: {e.strerror or e}") from e
+        raise MegagenError(f"cannot read {path}: {e.strerror or e}") from e
+    files.write(path, old + "".join(r.model_dump_json() + "\n" for r in rows), folders=True)
 
 
 def read(path: Path) -> list[Row]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagen import files
 from megagen.errors import MegagenError
 
 if TYPE_CHECKING:
@@ -172,24 +171,6 @@ def emulated(checked: Checked, settings: Settings) -> Path:
     return compile_library(emit(plan), kernels=[k.name for k in plan.kernels], settings=settings)
 
 
-def write_aside(path: Path, data: bytes) -> None:
-    """Replace ``path`` in one step, so that nobody sees half a file and a failure leaves the old one."""
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as out:
-            out.write(data)
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(path)
-    except BaseException as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise MegagenError(f"cannot write {path}: {error.strerror or error}") from error
-        raise
-
-
 def export(built: Built, folder: Path) -> None:
     """Write what was built into ``folder``: <name>.cu, <name>.plan.json and <name>.<arch>.cubin, and nothing older.
 
@@ -197,10 +178,10 @@ def export(built: Built, folder: Path) -> None:
     """
     name = built.plan.name if built.plan.fused else f"{built.plan.name}.unfused"
     cubins = {folder / f"{name}.{arch}.cubin": artifact for arch, artifact in built.artifacts.items()}
-    write_aside(folder / f"{name}.cu", built.source.encode())
-    write_aside(folder / f"{name}.plan.json", built.plan.to_json().encode())
+    files.write(folder / f"{name}.cu", built.source.encode(), folders=True)
+    files.write(folder / f"{name}.plan.json", built.plan.to_json().encode(), folders=True)
     for path, artifact in cubins.items():
-        write_aside(path, artifact.path.read_bytes())
+        files.write(path, artifact.path.read_bytes(), folders=True)
     for stale in set(folder.glob(f"{name}.sm_*.cubin")) - set(cubins):
         try:
             stale.unlink()
@@ -259,4 +240,4 @@ def update(drifts: Sequence[Drift]) -> None:
         if d.text is None:
             d.path.unlink()
         else:
-            write_aside(d.path, d.text.encode())
+            files.write(d.path, d.text.encode(), folders=True)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megagen import files
 from megagen.cli.sheets import Column, Row, Sheet, counted
 from megagen.errors import MegagenError
 
@@ -60,7 +61,7 @@ def describe(report: Report, out: Path) -> None:
 
     date = datetime.now(UTC).date().isoformat()
     text = describe.toml(describe.machine(report), report.figures, describe.heading(report.device, date))
-    describe.write(out, text)
+    files.write(out, text)
 
 
 def record(report: Report, target: Path, command: str) -> None:

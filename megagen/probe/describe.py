@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 
-from megagen.errors import MegagenError
 from megagen.ir.plan import Machine
 from megagen.machines import Figure
 from megagen.probe.run import Device, Report
@@ -90,21 +86,3 @@ def toml(machine: Machine, figures: Mapping[str, Figure], heading: str) -> str:
 def _value(value: object) -> str:
     """A TOML value. JSON's strings are TOML's, but for DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def write(path: Path, text: str) -> None:
-    """Write the file in one step: others see the old one, or the whole new one."""
-    aside: Path | None = None
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        aside = Path(name)
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        aside.chmod(0o644)
-        aside.replace(path)
-    except OSError as e:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
-        raise MegagenError(f"cannot write {path}: {e.strerror or e}") from e

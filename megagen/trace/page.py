@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megagen import resources
-from megagen.trace import files
+from megagen import files, resources
 from megagen.trace.model import Page
 
 DIGITS = 3  # of a µs: what is shown is nanoseconds
@@ -19,7 +18,7 @@ DIGITS = 3  # of a µs: what is shown is nanoseconds
 def write(page: Page, path: Path) -> None:
     """Write the page in one step: a failure leaves no half of it. Raises MegagenError when it cannot."""
     text = render(page).encode()
-    files.write(path, lambda out: out.write(text))
+    files.write(path, text)
 
 
 def render(page: Page) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megagen import files
 from megagen.errors import MegagenError
-from megagen.trace import files, hbm
+from megagen.trace import hbm
 from megagen.trace.spans import Trace
 from megagen.trace.table import Ints, Launch, Names, check, launches, nearest, usual
 from megagen.trace.view import landed, title
@@ -29,7 +30,7 @@ def write(trace: Trace, path: Path, launches: Sequence[int] | None = None) -> No
         raise MegagenError("the package perfetto is not installed", hint="pip install perfetto") from e
     builder = TraceProtoBuilder()
     _Writer(trace, builder).write(launches)
-    files.write(path, lambda out: out.write(builder.serialize()))
+    files.write(path, builder.serialize())
 
 
 class _Writer:

@@ -12,10 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megagen import files
 from megagen.errors import MegagenError
 from megagen.ir.graph import Frozen
 from megagen.ir.plan import Plan
-from megagen.trace import files
 
 VERSION = 1
 

@@ -335,6 +335,8 @@ class _Draft:
         if self.warps % 4 == 0 and self.maybe():
             said.append(f"registers={self.registers()}")
         self.say(f"s.launch({', '.join(said)})")
+        if self.maybe():
+            self.say(f"s.stamps(records={self.number(1, 200)})")  # more or fewer than there are
 
     def registers(self) -> tuple[int, int]:
         """R8: multiples of eight from 24 to 256 for whole warpgroups, in sum no more than a launch starts with."""

@@ -687,7 +687,7 @@ MUTANTS = (
     ),
     Mutant(
         "wait_until: lanes leave one by one",
-        one(WAIT, "if (__all_sync(kFullMask, ok)) return true;", "if (ok || __all_sync(kFullMask, ok)) return true;"),
+        one(WAIT, "if (__all_sync(kFullMask, ok)) {", "if (ok || __all_sync(kFullMask, ok)) {"),
         "diverged deadlock",
         (VOTE, POLL),
     ),

@@ -21,7 +21,7 @@ from megagen.emit import emit
 from megagen.errors import MegagenError
 from megagen.lower import lower
 
-COUNT = 200
+COUNT = 120
 
 
 @pytest.mark.slow

@@ -262,7 +262,7 @@ def test_an_l2_prefetch_says_how_much(traced: tuple[str, Any, Trace]) -> None:
 def test_sm_clocks_tell_the_same_times(traced: tuple[str, Any, Trace]) -> None:
     """Each SM's has its own beginning and all of them another rate than the timer: the emulator's do."""
     case, _, trace = traced
-    if "block" not in case:
+    if case != "block":
         return
     other = recorded(case, launched(case, library(case, cycles=True), seed=7)[3], cycles=True)
     # A wait's least length is in cycles then, so there are more of them.

@@ -172,3 +172,14 @@ class HangError(DeviceError):
     def __init__(self, message: str, *, record: object, loc: Loc | None = None) -> None:
         super().__init__(message, loc=loc)
         self.record = record
+
+
+class RankError(DeviceError):
+    """A rank's process ended, hung, or chose another token than the others. ``rank`` and ``pid`` say which."""
+
+    def __init__(
+        self, message: str, *, rank: int, pid: int, hint: str | None = None, notes: tuple[tuple[str, None], ...] = ()
+    ) -> None:
+        super().__init__(message, hint=hint, notes=notes)
+        self.rank = rank
+        self.pid = pid

@@ -55,7 +55,7 @@ SHIPPED = ("muse_moe", "muse_swa")
 PARAMETERS: dict[str, dict[str, Any]] = {
     "muse_moe": {"split": "nn", "experts": "nvfp4"},
     "muse_swa": {
-        "split": "nn", "experts": "nvfp4", "all_reduce": "one_shot", "next_rope": "yes",
+        "split": "nn", "experts": "nvfp4", "all_reduce": "one_shot", "following": "sliding",
         "positions": muse_spark.POSITIONS,
     },
 }  # fmt: skip
@@ -351,8 +351,7 @@ def placements(draw: st.DrawFn, shipped: str, options: Options = (), fused: bool
     draft = _Draft(draw, facts(shipped, options))
     given = PARAMETERS[shipped] | dict(options)
     parameters = "".join(f", {name}={value!r}" for name, value in given.items())
-    asked = {name: 'next_rope == "yes"' if name == "next_rope" else name for name in given}
-    passed = "".join(f", {name}={value}" for name, value in asked.items())
+    passed = "".join(f", {name}={name}" for name in given)
     layer = "expert_block" if shipped == "muse_moe" else "sliding_layer"
     head = (
         "from megagen.dsl import *\nfrom megagen.models import muse_spark\n\n\n"

@@ -70,7 +70,7 @@ def test_eight_ranks(emulate: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "context"),
-    [({"split": "nk", "experts": "bf16"}, 60), ({"all_reduce": "two_shot", "next_rope": "no"}, WINDOW)],
+    [({"split": "nk", "experts": "bf16"}, 60), ({"all_reduce": "two_shot", "following": "global"}, WINDOW)],
     ids=str,
 )
 def test_what_changes_the_arithmetic(emulate: Any, options: dict[str, str], context: int) -> None:
@@ -104,7 +104,7 @@ def test_other_sizes(emulate: Any, layer: dict[str, int], tokens: int, context: 
 @pytest.mark.parametrize("context", [(1 << 20) - 5, LAST])
 def test_late_in_a_sequence(emulate: Any, context: int) -> None:
     """Without rotations, for which the table would be too long."""
-    options = {**small(1, window=100), "next_rope": "no"}
+    options = {**small(1, window=100), "following": "end"}
     kernel = emulate("muse_swa.py", ranks=1, seed=3, race=True, options=options)
     kernel.check(tokens=5, context=context, tree=True, route_override=few(5))
 

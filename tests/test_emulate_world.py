@@ -31,6 +31,7 @@ TP = 2
 KERNEL = """
 struct Params {{
   unsigned char* heap[8];
+  unsigned* abort[8];
   const unsigned* control;
   const int* routes;
   unsigned rank, live, world, timeout, rest[8];
@@ -44,7 +45,7 @@ extern "C" const char* {name}(const void* p) {{
   {keep}
   for (unsigned peer = 0; peer < a.live; ++peer) *((int*)(a.heap[peer] + {channel}) + a.rank) = 100 + a.rank;
   if (a.routes && a.routes[0] == 5) {{
-    *(unsigned*)(a.heap[0] + {abort}) = 1;
+    *a.abort[0] = 1;
     unsigned* record = (unsigned*)(a.heap[a.rank] + {record});
     const unsigned fields[11] = {{1, {step}, {edge}, 4, 0, 0, 0, 0, 0, a.rank, 1}};
     for (int i = 0; i < 11; ++i) record[i] = fields[i];
@@ -75,7 +76,6 @@ def stand_in(plan: Plan, cache: Path, keep: str = "") -> Path:
         blocks=plan.launch.blocks,
         width=2048,
         channel=plan.channel("pooled").offset,
-        abort=plan.heap.abort_offset,
         record=plan.heap.record_offset,
         step=next(s.index for s in steps if (s.op, s.call) == ("down", "math")),
         edge=plan.channel("expert_mid").index,

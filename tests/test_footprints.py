@@ -57,7 +57,7 @@ CASES = {
     "layer-moved": Case(
         "muse_swa.py", layer(choices={"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"})
     ),
-    "layer-two-shot": Case("muse_swa.py", {"options": {"all_reduce": "two_shot", "next_rope": "no"}}),
+    "layer-two-shot": Case("muse_swa.py", {"options": {"all_reduce": "two_shot", "following": "global"}}),
 }
 
 

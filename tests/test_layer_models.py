@@ -68,7 +68,7 @@ def test_the_issue_of_one_rank_of_eight() -> None:
 
 
 def test_ops_come_after_what_they_read() -> None:
-    for more in ({}, {"all_reduce": "two_shot"}, {"next_rope": False}, {"split": "nk"}):
+    for more in ({}, {"all_reduce": "two_shot"}, {"following": "global"}, {"following": "end"}, {"split": "nk"}):
         g = layer(**more)
         made = {n for n, t in g.tensors.items() if t.kind is TensorKind.INPUT}
         for op in g.ops:
@@ -95,7 +95,7 @@ def test_two_shot() -> None:
 
 
 def test_without_rotation() -> None:
-    g = layer(next_rope=False)
+    g = layer(following="global")
     assert "rotary" not in g.tensors and g.op("next_heads").constants()["kRotate"] == 0
 
 

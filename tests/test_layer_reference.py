@@ -161,7 +161,7 @@ def test_the_result_is_the_whole_world_s_however_many_ranks_there_are(model):
 
 def test_a_next_layer_without_rotations(model, monkeypatch):
     monkeypatch.setattr(model.config, "layer_rope_theta", [CONFIG.rope_theta, 0])
-    same_in_fp32(model, launch(300, TREE), layer_graph(next_rope=False))
+    same_in_fp32(model, launch(300, TREE), layer_graph(following="global"))
 
 
 def after_attention(layer, attended: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -229,7 +229,7 @@ def test_what_is_accepted_can_be_packed_and_run(
 def test_a_checkpoints_config(nested: bool, tmp_path: Path) -> None:
     text = {"hidden_size": 2048, "num_local_experts": 32, "output_multiplier": 0.5, "vocab_size": 7}
     (tmp_path / "config.json").write_text(json.dumps({"text_config": text} if nested else text))
-    assert read_config(tmp_path) == MuseSparkConfig(hidden=2048, experts=32, output_multiplier=0.5)
+    assert read_config(tmp_path) == MuseSparkConfig(hidden=2048, experts=32, output_multiplier=0.5, vocab=7)
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,8 @@ def plan() -> Plan:
 
 def system(**more: Any) -> params.System:
     given: dict[str, Any] = {
-        "heaps": [0x7000_0000_0100], "control": 0x7000_0000_0200, "route_override": 0x7000_0000_0300,
-        "rank": 0, "live": 1, "world": 8, "timeout_ms": 2000,
+        "heaps": [0x7000_0000_0100], "aborts": [0x7000_0000_0140], "control": 0x7000_0000_0200,
+        "route_override": 0x7000_0000_0300, "rank": 0, "live": 1, "world": 8, "timeout_ms": 2000,
     }  # fmt: skip
     return params.System(**(given | more))
 
@@ -131,12 +131,13 @@ def system(**more: Any) -> params.System:
 def test_block_is_system_by_value_then_pointers_in_plan_order(plan: Plan) -> None:
     names = ["stream_out", "down_weight", "gain", "down_weight_scale", "stream"]
     data = params.pack(plan, system(), {n: 0x1000 * (i + 1) for i, n in enumerate(names)})
-    assert len(data) == 128 + 5 * 8
-    words = struct.unpack("<10Q4I32x5Q", data)
+    assert len(data) == 192 + 5 * 8
+    words = struct.unpack("<18Q4I32x5Q", data)
     assert words[:8] == (0x7000_0000_0100, 0, 0, 0, 0, 0, 0, 0)
-    assert words[8:10] == (0x7000_0000_0200, 0x7000_0000_0300)
-    assert words[10:14] == (0, 1, 8, 2_000_000_000)  # rank, live, world, timeout in ns
-    assert words[14:] == (0x2000, 0x4000, 0x3000, 0x5000, 0x1000)
+    assert words[8:16] == (0x7000_0000_0140, 0, 0, 0, 0, 0, 0, 0)
+    assert words[16:18] == (0x7000_0000_0200, 0x7000_0000_0300)
+    assert words[18:22] == (0, 1, 8, 2_000_000_000)  # rank, live, world, timeout in ns
+    assert words[22:] == (0x2000, 0x4000, 0x3000, 0x5000, 0x1000)
 
 
 @pytest.mark.parametrize("bad", [{"live": 3, "heaps": [1] * 3}, {"rank": 1}, {"live": 2}, {"live": 0, "heaps": []}])
@@ -451,7 +452,7 @@ def test_bind_takes_the_sessions_outputs_or_the_callers(session: Session) -> Non
 
     given = tensors()
     own = session.bind(given)
-    assert struct.unpack("<5Q", own.block.bytes[128:]) == tuple(
+    assert struct.unpack("<5Q", own.block.bytes[192:]) == tuple(
         t.data_ptr() for t in (*given.values(), session.outputs["stream_out"])
     )
     mine = aligned(torch.float32, 16, 8)

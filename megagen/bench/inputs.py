@@ -13,6 +13,7 @@ import torch
 from megagen.errors import MegagenError
 from megagen.ir.graph import DType, Graph, Tensor, TensorKind
 from megagen.ops.attention import CHUNK, Attention
+from megagen.ops.embed import Embed
 from megagen.ops.qkv_heads import QkvHeads
 from megagen.runtime.params import TORCH_NAMES
 from megagen.runtime.step import Step
@@ -25,14 +26,18 @@ QUIETEST = 0.4
 
 
 def random_stream(tokens: int, graph: Graph, seed: int, device: torch.device) -> torch.Tensor:
-    """fp32 [tokens, hidden] of order one, the rows of different size."""
+    """fp32 [tokens, hidden] of order one, the rows of different size; int32 [tokens] where a launch begins with ids."""
     generator = torch.Generator(device).manual_seed(seed)
+    embed = next((op for op in graph.ops if isinstance(op, Embed)), None)
+    if embed is not None:
+        return torch.randint(embed.vocab, (tokens,), generator=generator, device=device, dtype=torch.int32)
     rows = torch.randn(tokens, stream_of(graph).shape[1], generator=generator, device=device)
     return rows * torch.logspace(-1, 1, tokens, device=device).unsqueeze(1)
 
 
 def stream_of(graph: Graph) -> Tensor:
-    """The graph's residual stream: the input that is neither attention's nor the table of rotations."""
+    """The graph's residual stream, or the ids of which it makes one: the input that is neither attention's nor the
+    table of rotations."""
     given = [t for t in graph.tensors.values() if t.kind is TensorKind.INPUT]
     known = _known(graph)
     left = [t for t in given if t.name not in known]
@@ -56,7 +61,7 @@ def _known(graph: Graph) -> dict[str, str]:
 class Inputs:
     """What a launch of ``step`` reads. ``ranks``: parameters of each live rank by name, activations cut to the step's
     tokens; ``env``: the same world-wide, with the step, for :func:`megagen.ops.reference.evaluate`. All ranks and
-    ``env`` have one and the same ``stream``, which may be changed in place."""
+    ``env`` have one and the same ``stream`` (ids, see :func:`stream_of`), which may be changed in place."""
 
     step: Step
     stream: torch.Tensor
@@ -99,7 +104,7 @@ class Inputs:
         return cls(step, rows, tuple(ranks), env)
 
     def with_stream(self, rows: torch.Tensor) -> Inputs:
-        """The same with another stream, fp32 [tokens, hidden]."""
+        """The same with another stream, fp32 [tokens, hidden], or other ids."""
         (name,) = (n for n, x in self.env.items() if x is self.stream)
         return Inputs(self.step, rows, tuple({**values, name: rows} for values in self.ranks), {**self.env, name: rows})
 

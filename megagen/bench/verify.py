@@ -15,6 +15,7 @@ from megagen.errors import DeviceError
 from megagen.ir.graph import Graph, Op, TensorKind
 from megagen.ir.plan import ChannelPlan
 from megagen.ops.attention import Attention
+from megagen.ops.choose import Choose, choice
 from megagen.ops.compare import Verdict, judge
 from megagen.ops.reference import evaluate
 from megagen.ops.top_k import TopK
@@ -71,6 +72,7 @@ class Verifier:
         self.ranks: Sequence[Rank] = on.ranks
         self.session = self.ranks[0]
         self.top_k = next((op for op in graph.ops if isinstance(op, TopK)), None)
+        self.choose = next((op for op in graph.ops if isinstance(op, Choose)), None)
         self.input_name = stream_of(graph).name
         self.state = [t.name for t in graph.tensors.values() if t.kind is TensorKind.STATE]
         self.step = Step.chain(1)  # of the last launch
@@ -103,9 +105,9 @@ class Verifier:
     ) -> dict[str, torch.Tensor]:
         """Run launches on ``given`` inputs; :meth:`values` of what the last one made on the first rank.
 
-        Rows fp32 [tokens, hidden] are the stream of otherwise random inputs, of ``step``. Unused rows of the input and
-        all of the output hold NaN beforehand, the state random bits. All launches are in the streams before the first
-        is waited for.
+        Rows fp32 [tokens, hidden] are the stream (or int32 [tokens] the ids) of otherwise random inputs, of ``step``.
+        Unused rows of the input and all of the output hold NaN beforehand (or no id), the state random bits. All
+        launches are in the streams before the first is waited for.
         """
         inputs = given if isinstance(given, Inputs) else self.inputs(len(given), 0, step).with_stream(given)
         self.step, self._before = inputs.step, []
@@ -113,7 +115,7 @@ class Verifier:
             for name, value in values.items():
                 place = layer.tensors[name]
                 with rank.writing(place):
-                    place.fill_(float("nan"))
+                    place.fill_(float("nan") if place.is_floating_point() else -1)
                     place[: len(value)] = value
             self._before.append({name: self._scramble(rank, layer.tensors[name]) for name in self.state})
             rank.poison()
@@ -177,7 +179,7 @@ class Verifier:
         fails.
         """
         seen: dict[str, dict[str, _Compared]] = {}  # by tensor and rank
-        routing = _Routing()
+        routing, chosen = _Routing(), _Choice()
         left: list[str] = []
         differ: list[str] = []
         strays: list[str] = []
@@ -185,16 +187,19 @@ class Verifier:
             inputs = self.inputs(tokens, seed, step)
             rows = inputs.stream
             edit(rows)
+            finite = rows.reshape(tokens, -1).isfinite().all(1)
             made = self.launch(inputs, route_override, launches=launches)
             strays += [f"{x}, seed {seed}" for x in self.strays()]
             env: dict[str, Any] = {**self.env, **inputs.env}
             override = None if route_override is None else route_override[:tokens].to(rows.device)
-            ids = self._route(made, env, override, rows.isfinite().all(1), routing)
+            ids = self._route(made, env, override, finite, routing)
             if ids is not None:
                 env["route_override"] = ids
             reference, model = (evaluate(self.graph, env, dtype) for dtype in (torch.float32, torch.bfloat16))
-            for rank in self.ranks:
-                mine = made if rank is self.session else self.values(tokens, rank)
+            values = [made, *(self.values(tokens, rank) for rank in self.ranks[1:])]
+            if self.choose is not None:
+                chosen.judge(self.choose, values, self.graph.tp // len(self.ranks), reference, model)
+            for rank, mine in zip(self.ranks, values, strict=True):
                 label = f"rank {rank.rank}" if len(self.ranks) > 1 else ""
                 left += [f"{label}: {x}" if label else str(x) for x in rank.leftovers()]
                 pairs = self._pairs(mine, reference, model, rank)
@@ -204,8 +209,9 @@ class Verifier:
                     if pair.replicated and not same_bits(mine[pair.tensor], made[pair.tensor])
                 ]
                 for name, pair in pairs.items():
-                    seen.setdefault(name, {}).setdefault(label, _Compared()).add(rows, pair)
+                    seen.setdefault(name, {}).setdefault(label, _Compared()).add(finite, pair)
         checks = [routing.check()] if self.top_k else []
+        checks += [chosen.check()] if self.choose else []
         checks += [worst(name, {k: c.check(name) for k, c in seen[name].items()}) for name in self._order(seen)]
         checks += [
             Check(c.name, True, f"not compared: it {reason}", skipped=True)
@@ -294,18 +300,23 @@ class Verifier:
         for tensor, value in made.items():
             op, port = self._writer(tensor)
             name, axis = tensor, -1
+            weight = op.weights.get("weight")
+            if isinstance(op, Choose):
+                if port != "logits":
+                    continue  # see _Choice
+                value = value[:, : op.rows - op.padding]
             if isinstance(op, TopK):
                 name = whole = f"{tensor}.weights"
                 ours = value[:, op.k :].contiguous().view(torch.float32)
             elif port == "partials":
                 ours = _sum(value).transpose(0, 1).flatten(1)
+                ours = ours[:, : ours.shape[1] - (weight.padding if weight is not None else 0)]
                 # This rank's columns of the op's whole output, or what has no other name (logits).
                 whole, axis = tensor if tensor in reference else op.outputs["out"], 1
             else:
                 ours, whole = _sum(value.float()) if self.graph.tensors[tensor].reduce else value, tensor
             width = ours.shape[axis]  # a tensor that stays on its rank is this rank's slice of the whole
             replicated = width == reference[whole].shape[axis]
-            weight = op.weights.get("weight")
             parts = weight.parts if port == "partials" and weight is not None and weight.parts else (width,)
             want, twin = (x[whole] if replicated else _shard(x[whole], shard, axis, parts) for x in (reference, model))
             found[name] = _Pair(tensor, ours, want, twin, replicated)
@@ -370,9 +381,9 @@ class _Compared:
     model: list[torch.Tensor] = field(default_factory=list)
     excluded: list[int] = field(default_factory=list)
 
-    def add(self, rows: torch.Tensor, pair: _Pair) -> None:
+    def add(self, finite: torch.Tensor, pair: _Pair) -> None:
         start = sum(len(x) for x in self.ours)
-        harmed = ~rows.isfinite().all(1) & ~pair.reference.flatten(1).isfinite().all(1)
+        harmed = ~finite & ~pair.reference.flatten(1).isfinite().all(1)
         self.excluded += [start + int(r) for r in harmed.nonzero()]
         self.ours.append(pair.ours)
         self.reference.append(pair.reference)
@@ -396,3 +407,34 @@ class _Routing:
             return Check("routing", True, "not compared: routes cannot be read after a launch", skipped=True)
         detail = "; ".join([*self.wrong, *(f"accepted: {x}" for x in self.close)])
         return Check("routing", not self.wrong, detail or "the reference's experts for every token")
+
+
+@dataclass
+class _Choice:
+    """Tokens whose next id is not the one that all ranks' logits say, or not the reference's within the error of the
+    logits."""
+
+    wrong: list[str] = field(default_factory=list)
+    close: list[str] = field(default_factory=list)
+
+    def judge(self, op: Choose, made: Sequence[Values], stand_ins: int, reference: Values, model: Values) -> None:
+        """``made``: what each live rank has, which the ``stand_ins`` ranks that it plays have too."""
+        logits, ids = op.outputs["logits"], op.outputs["ids"]
+        real = op.rows - op.padding
+        for rank, values in enumerate(made):
+            if not bool((values[logits][:, real:] == -inf).all()):
+                self.wrong.append(f"rank {rank} has logits of rows that are no token's")
+        said = choice(torch.cat([values[logits][:, :real] for values in made for _ in range(stand_ins)], dim=1))
+        for rank, values in enumerate(made):
+            for t in (values[ids].long() != said).nonzero().flatten().tolist():
+                self.wrong.append(f"token {t} of rank {rank}: {int(values[ids][t])}, the logits say {int(said[t])}")
+        want, twin = (x[logits].float() for x in (reference, model))
+        for t, (mine, right) in enumerate(zip(said.tolist(), choice(want).tolist(), strict=True)):
+            if mine != right and bool(want[t].isfinite().all()):
+                gap, error = float(want[t, right] - want[t, mine]), 2 * float((twin[t] - want[t]).abs().max())
+                text = f"token {t} is {mine} for {right}: margin {gap:.2e}, error {error:.2e}"
+                (self.close if gap <= error else self.wrong).append(text)
+
+    def check(self) -> Check:
+        detail = "; ".join([*self.wrong, *(f"accepted: {x}" for x in self.close)])
+        return Check("next ids", not self.wrong, detail or "the reference's for every token")

@@ -21,10 +21,11 @@ from megagen.dsl.schedule import (
     mbarrier,
     no_allocate,
 )
+from megagen.ir.graph import Graph
 from megagen.ir.plan import Machine
 
 __all__ = [
-    "ALL_ONES", "L2", "POSITIVE_ZERO", "KiB", "Machine", "Ring", "Schedule", "Warps", "by_launch", "by_reader",
+    "ALL_ONES", "L2", "POSITIVE_ZERO", "Graph", "KiB", "Machine", "Ring", "Schedule", "Warps", "by_launch", "by_reader",
     "cluster", "counter", "evict_first", "evict_last", "evict_normal", "flag", "lamport", "load", "mbarrier",
     "no_allocate",
 ]  # fmt: skip

@@ -37,18 +37,24 @@ HINT = "install g++ 12 or clang++ 16, or name one: MEGAGEN_CXX=/path/to/c++"
 
 
 def compile_library(
-    source: str, *, kernels: Sequence[str], settings: Settings, defines: Mapping[str, str] | None = None
+    source: str,
+    *,
+    kernels: Sequence[str],
+    settings: Settings,
+    defines: Mapping[str, str] | None = None,
+    beside: Sequence[tuple[str, Sequence[str]]] = (),
 ) -> Path:
     """The library in which ``kernels`` of a CUDA text run on the CPU, for :class:`megagen.emulate.engine.Engine`.
 
+    ``beside``: further texts, each with its kernels, whose names are all different: one engine then launches any.
     ``source`` may include whatever :func:`megagen.resources.headers` has. The engine's own code is compiled once for
     all texts. Raises :class:`CompileError` (not x86-64 Linux, no compiler, or it refused: first error lines, path of
     source and full log) and :class:`~megagen.errors.CacheError`.
     """
     refuse_machine()
     compiler, cache = Compiler.find(settings.cxx), open_cache(settings)
-    unit = _Unit(source, tuple(kernels), dict(defines or {}), compiler, cache, settings)
-    return unit.library()
+    texts = ((source, tuple(kernels)), *((text, tuple(names)) for text, names in beside))
+    return _Unit(texts, dict(defines or {}), compiler, cache, settings).library()
 
 
 def refuse_machine() -> None:
@@ -109,10 +115,9 @@ def composed(headers: Mapping[str, str], emulator: Mapping[str, str]) -> dict[st
 
 @dataclass(frozen=True)
 class _Unit:
-    """One text, ready to be compiled."""
+    """Texts with the names of their kernels, ready to be compiled."""
 
-    source: str
-    kernels: tuple[str, ...]
+    texts: Sequence[tuple[str, tuple[str, ...]]]
     defines: dict[str, str]
     compiler: Compiler
     cache: Cache
@@ -124,8 +129,7 @@ class _Unit:
         # whatever decides about a byte of the library; names of kernels because they end the text
         name = key(
             "emulated",
-            without_comments(self.source),
-            self.kernels,
+            *(part for source, kernels in self.texts for part in (without_comments(source), kernels)),
             self.defines,
             headers,
             emulator,
@@ -143,18 +147,23 @@ class _Unit:
     ) -> dict[str, bytes]:
         with ThreadPoolExecutor() as pool:
             engine = pool.submit(self._engine, emulator, sources, pool)
-            text, log = self._compile(UNIT, self._text(), tree, [f"-D{k}={v}" for k, v in self.defines.items()], name)
-            objects = {"kernel.o": text, **engine.result()}
+            made = pool.map(lambda text: self._kernel(text[0], text[1], tree, name), self.texts)
+            objects, logs = dict[str, bytes](), list[str]()
+            for i, (code, log) in enumerate(made):
+                objects[f"kernel{i}.o"] = code
+                logs.append(log)
+            objects |= engine.result()
         try:
             library, said = self.compiler.run(objects, [*LINK_FLAGS, *objects], LIBRARY)
         except Refused as e:
-            raise self._refusal("could not link the emulated kernel", str(e), self.source, name) from None
-        return {LIBRARY: library, LOG: f"{log}\n{said}".encode()}
+            raise self._refusal("could not link the emulated kernel", str(e), self.texts[0][0], name) from None
+        return {LIBRARY: library, LOG: "\n".join((*logs, said)).encode()}
 
-    def _text(self) -> str:
-        """The text with the built-ins of CUDA before it and each kernel's registration after it."""
-        registered = "".join(f"{REGISTER}({k})\n" for k in self.kernels)
-        return f'#include <{BUILTINS}>\n#line 1 "{UNIT}"\n{self.source}\n#line 1 "registrations"\n{registered}'
+    def _kernel(self, source: str, kernels: Sequence[str], tree: Mapping[str, str], name: str) -> tuple[bytes, str]:
+        """Of the text with the built-ins of CUDA before it and each kernel's registration after it."""
+        registered = "".join(f"{REGISTER}({k})\n" for k in kernels)
+        text = f'#include <{BUILTINS}>\n#line 1 "{UNIT}"\n{source}\n#line 1 "registrations"\n{registered}'
+        return self._compile(UNIT, text, tree, [f"-D{k}={v}" for k, v in self.defines.items()], name, source)
 
     def _engine(
         self, emulator: Mapping[str, str], sources: Mapping[str, str], pool: ThreadPoolExecutor
@@ -176,7 +185,7 @@ class _Unit:
         return {o: (folder / o).read_bytes() for o in objects}
 
     def _compile(
-        self, file: str, text: str, tree: Mapping[str, str], more: Sequence[str], name: str
+        self, file: str, text: str, tree: Mapping[str, str], more: Sequence[str], name: str, shown: str | None = None
     ) -> tuple[bytes, str]:
         files = {file: text, **{f"{INCLUDE}/{n}": t for n, t in tree.items()}}
         arguments = [*self.compiler.flags, *more, "-I", INCLUDE, "-x", "c++", "-c", file]
@@ -184,7 +193,7 @@ class _Unit:
             return self.compiler.run(files, arguments, "out.o")
         except Refused as e:
             what = "the code for the CPU" if file == UNIT else f"the emulator's {file}"
-            raise self._refusal(f"refused {what}", str(e), self.source if file == UNIT else text, name) from None
+            raise self._refusal(f"refused {what}", str(e), text if shown is None else shown, name) from None
 
     def _refusal(self, what: str, log: str, source: str, name: str) -> CompileError:
         return refusal(f"{self.compiler.name} {what}", log, source, name, self.cache, self.settings)

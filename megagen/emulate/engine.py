@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -103,7 +103,7 @@ class Engine:
 
     ``arena_bytes`` bounds the sum of all allocations. ``race``: report accesses that nothing orders. ``expire``
     (:class:`Expire`; True is STUCK): instead of a deadlock's report, time passes until bounded waits expire. ``seed``
-    picks the interleaving; the same one repeats it. ``plan`` gives errors their names. ``footprints``: remember what
+    picks the interleaving; the same one repeats it. ``plans`` give errors their names. ``footprints``: remember what
     each step touches. Use it in one thread at a time. Raises DeviceError when the library cannot be loaded or there is
     no memory. Buffers outlive :meth:`close`.
     """
@@ -117,9 +117,11 @@ class Engine:
         race: bool = False,
         expire: Expire | bool = False,
         footprints: bool = False,
-        plan: Plan | None = None,
+        plans: Sequence[Plan] = (),
     ) -> None:
-        self.seed, self.plan = seed, plan
+        self.seed = seed
+        self._plans = {kernel.name: plan for plan in plans for kernel in plan.kernels}
+        self._launched: dict[int, list[str]] = {}  # by each rank, in order
         config = _Config(seed=seed, arena_bytes=arena_bytes, race=race, expire=expire, footprints=footprints)
         self._live: _Handle | None = _Handle(Path(library), config)
         self._slices = FIRST_SLICES
@@ -164,6 +166,7 @@ class Engine:
         if status:
             why = {1: "the library has no such kernel", 2: f"no grid can be {g}"}.get(status, f"status {status}")
             raise DeviceError(f"cannot launch {kernel} in the emulator: {why}")
+        self._launched.setdefault(rank, []).append(kernel)
 
     def run(self, progress: Callable[[], None] = lambda: None) -> None:
         """Run until all queued launches are complete and their writes are visible. ``progress`` is called every 0.1 s.
@@ -184,9 +187,12 @@ class Engine:
             progress()
 
     def _error(self) -> EmulationError:
-        text = self._call("error")
+        report = Report.read(self._call("error") or b"", self.seed)
         self._failed = True
-        return error(self.plan, Report.read(text or b"", self.seed))
+        found = next((w for w in (report.who, *report.waiting, report.other) if w is not None), None)
+        kernels = self._launched.get(found.rank, []) if found else []
+        kernel = kernels[found.launch] if found and found.launch < len(kernels) else ""
+        return error(self._plans.get(kernel), report)
 
     def statistics(self) -> dict[str, int | float]:
         """Counters of what ran so far."""

@@ -98,9 +98,9 @@ class Weight(Frozen):
     ``rows`` and ``k`` are rank-local; vectors have ``k`` = 1. ``experts`` is 0 for a plain weight, else the
     number of such matrices. ``gate_up`` marks [gate; up] stacked along rows: a rank takes the same slice of
     both halves. ``parts``: rows of a rank from each of several checkpoint matrices stacked along rows, one for each
-    of ``names``. ``planes``: how many vectors :meth:`Op.pack_vector` makes of one. ``names`` are the checkpoint's
-    tensor names below the layer prefix. ``next_layer``: of the layer after
-    the launch's own.
+    of ``names``. ``planes``: how many vectors :meth:`Op.pack_vector` makes of one. ``padding``: rows of zeros at the
+    end of a rank's share, which the checkpoint does not have. ``names`` are the checkpoint's tensor names below the
+    layer prefix, or with ``top`` whole ones. ``next_layer``: of the layer after the launch's own.
 
     ``local``: what a rank has on this weight's sharded side (its own rows, or its own K) never leaves the rank, so
     stand-ins have the very same there; else theirs is rotated, as their messages are. ``scattered``: its output is a
@@ -120,6 +120,8 @@ class Weight(Frozen):
     local: bool = False
     scattered: bool = False
     next_layer: bool = False
+    top: bool = False
+    padding: int = 0
 
     @property
     def bytes_one(self) -> int:
@@ -344,6 +346,10 @@ class Graph(Frozen):
     def weights(self) -> dict[str, Weight]:
         """All weights by their unique name."""
         return {w.name: w for o in self.ops for w in o.weights.values()}
+
+    def __contains__(self, op: object) -> bool:
+        """Whether there is an op of that name."""
+        return any(o.name == op for o in self.ops)
 
     def __getattr__(self, name: str) -> Any:
         # pydantic asks for private names of its own

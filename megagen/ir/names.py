@@ -135,7 +135,8 @@ class Names:
         p: ParamPlan | None = params.get(name)
         if p is None or p.dtype is None or not p.shape or (w and w.layout == "tiles"):
             return f"{name}, byte {offset}"
-        size = WORD if w else int(p.dtype.bits) // 8  # vectors of weights are fp32 on the device
+        vector = w and w.layout == "vector"
+        size = WORD if vector else int(p.dtype.bits) // 8  # vectors of weights are fp32 on the device
         return f"{name}, element {unravel(offset // size, p.shape)}"
 
 

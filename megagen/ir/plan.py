@@ -212,11 +212,12 @@ class OpPlan(Frozen):
 
 
 class WeightPlan(Frozen):
-    """A packed weight in global memory. ``layout`` names the packing of :mod:`megagen.ops.packing`."""
+    """A packed weight in global memory. ``layout`` names the packing of :mod:`megagen.ops.packing`: ring stages, fp32,
+    or the checkpoint's matrix as it is."""
 
     name: str
     parameter: str
-    layout: Literal["tiles", "vector"]
+    layout: Literal["tiles", "vector", "rows"]
     dtype: DType
     rows: int
     k: int

@@ -267,12 +267,14 @@ class _Lowering:
                     rows, k, size = 0, 0, w.device_bytes
                 weights.append(
                     WeightPlan(
-                        name=w.name, parameter=w.name, layout="tiles" if tiles else "vector", dtype=w.dtype,
+                        name=w.name, parameter=w.name, dtype=w.dtype,
+                        layout="tiles" if tiles else "rows" if w.k > 1 else "vector",
                         rows=w.rows, k=w.k, experts=w.experts, stage_rows=rows, stage_k=k, bytes=size,
                         gate_up=w.gate_up, names=w.names, shard=w.shard,
                     )
                 )  # fmt: skip
-                shape = (w.planes, w.rows) if not tiles else (w.experts, w.rows, w.k) if w.experts else (w.rows, w.k)
+                plain = (w.rows, w.k) if w.k > 1 else (w.planes, w.rows)
+                shape = (w.experts, w.rows, w.k) if w.experts else plain
                 params.append(ParamPlan(name=w.name, ctype="const u8*", what="weight", dtype=w.dtype, shape=shape))
                 if w.dtype is DType.NVFP4:
                     params.append(

@@ -17,6 +17,7 @@ from megagen.ops.attention import CHUNK, Attention
 from megagen.ops.combine import Combine
 from megagen.ops.dense_gemm import DenseGemm
 from megagen.ops.expert_gemm import ExpertGemm
+from megagen.ops.global_attention import GlobalAttention, spans
 from megagen.ops.qkv_heads import QkvHeads
 from megagen.ops.rank_sum import GROUP, RankSum
 from megagen.ops.residual import Residual
@@ -31,7 +32,10 @@ UNIT = 1024  # K of a dense GEMM's unit: 32 KB of bf16
 ROUTER_UNIT = 512  # the same in fp32
 MOST_CHUNKS = 64  # of a sliding layer's cache: two a lane of the warp that merges them
 CHECKPOINT = "a checkpoint is a folder in the Hugging Face layout"
-POSITIONS = 16384  # that the table of rotations has by default
+POSITIONS = 16384  # that the table of rotations and a growing cache have by default
+MOST_POSITIONS = 1 << 20
+POSITION_STEP = 128  # a growing cache is read two chunks at a time
+FOLLOWING = ("sliding", "global", "end")
 
 
 class MuseSparkConfig(Frozen):
@@ -43,6 +47,7 @@ class MuseSparkConfig(Frozen):
     experts: int = 256
     top_k: int = 8
     layers: int = 62
+    vocab: int = 202048
     heads: int = 128
     kv_heads: int = 16
     head_dim: int = HEAD_DIM
@@ -52,6 +57,7 @@ class MuseSparkConfig(Frozen):
     rms_norm_eps: float = 1e-5
     post_norm_eps: float = 1e-8
     output_multiplier: float = 0.1767766952966369
+    softcap: float = 20.0  # of logits
     residual_gate_temperature: float = 0.3
     residual_gate_clamp: float = 1e-3
     routed_scaling_factor: float = 1.0
@@ -62,7 +68,8 @@ CONFIG_FIELDS = {
     "hidden": "hidden_size", "moe_hidden": "moe_hidden_size", "intermediate": "moe_intermediate_size",
     "experts": "num_local_experts", "top_k": "num_experts_per_tok", "layers": "num_hidden_layers",
     "heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim",
-    "window": "sliding_window", "qk_scale": "qk_scale_factor",
+    "vocab": "vocab_size", "softcap": "final_logit_softcapping", "window": "sliding_window",
+    "qk_scale": "qk_scale_factor",
     "rms_norm_eps": "rms_norm_eps", "post_norm_eps": "post_norm_eps", "output_multiplier": "output_multiplier",
     "residual_gate_temperature": "residual_gate_temperature", "routed_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
@@ -172,7 +179,7 @@ def sliding_layer(
     split: str = "nn",
     experts: str = "nvfp4",
     all_reduce: str = "one_shot",
-    next_rope: bool = True,
+    following: str = "sliding",
     positions: int = POSITIONS,
     config: MuseSparkConfig | None = None,
 ) -> Graph:
@@ -184,28 +191,74 @@ def sliding_layer(
     ring: number n stands in chunk (n / 64) mod chunks; V is transposed within its chunk.
     ``all_reduce``: of o_proj's contributions. "one_shot": every rank gets all of them and adds. "two_shot": every rank
     adds a slice of the row and sends it to all, rounded to bf16 once more.
-    ``next_rope``: whether the next layer rotates q and k (its layer is a sliding one), else there is no ``rotary``.
+    ``following``: what the next layer is. "sliding": q and k are rotated and its cache is such a ring. "global": they
+    are not, there is no ``rotary``, and its cache grows. "end": there is none, and the launch ends with the stream.
+    ``positions``: rows of ``rotary``, and what a growing cache holds.
     ``split``, ``experts`` and errors: see :func:`expert_block`.
     """
+    return _layer("sliding", tp, tokens, split, experts, all_reduce, following, positions, config)
+
+
+def global_layer(
+    tp: int = 8,
+    tokens: int = MAX_TOKENS,
+    *,
+    split: str = "nn",
+    experts: str = "nvfp4",
+    all_reduce: str = "one_shot",
+    following: str = "sliding",
+    positions: int = POSITIONS,
+    config: MuseSparkConfig | None = None,
+) -> Graph:
+    """A layer that attends to its whole context, from its attention on: :func:`sliding_layer` but for its caches.
+
+    They grow: number n stands in chunk n / 64, and there is room for ``positions``, a multiple of 128.
+    """
+    return _layer("global", tp, tokens, split, experts, all_reduce, following, positions, config)
+
+
+def _layer(
+    kind: str,
+    tp: int,
+    tokens: int,
+    split: str,
+    experts: str,
+    all_reduce: str,
+    following: str,
+    positions: int,
+    config: MuseSparkConfig | None,
+) -> Graph:
     c = MuseSparkConfig() if config is None else config
     _refuse_unfit(c, tp, tokens, split, experts)
-    _refuse_unfit_attention(c, tp, positions, all_reduce)
+    _refuse_unfit_attention(c, tp, positions, all_reduce, kind, following)
     two_shot = all_reduce == "two_shot"
     b = _Builder(c, tp, tokens, split, experts)
     h, t = c.hidden, tokens
-    heads, kv_heads, chunks = c.heads // tp, c.kv_heads // tp, cache_chunks(c.window)
-    width, kv_width = heads * HEAD_DIM, kv_heads * HEAD_DIM
-    given, made, kept = TensorKind.INPUT, TensorKind.OUTPUT, TensorKind.STATE
+    heads, kv_heads = c.heads // tp, c.kv_heads // tp
+    width = heads * HEAD_DIM
+    given = TensorKind.INPUT
 
     stream = b.tensor("stream", t, h, dtype=DType.FP32, kind=given)
     q = b.tensor("q", t, width, kind=given, shard_axis=1)
     gate = b.tensor("gate", t, width, kind=given, shard_axis=1)
-    keys = b.tensor("k_cache", kv_heads, chunks * CHUNK, HEAD_DIM, kind=given, shard_axis=0)
-    values = b.tensor("v_cache", kv_heads, chunks, HEAD_DIM, CHUNK, kind=given, shard_axis=0)
-    if next_rope:
-        rotary = b.tensor("rotary", positions, HEAD_DIM, dtype=DType.FP32, kind=given)
-    attention_partials = b.tensor("attention_partials", chunks, heads, t, HEAD_DIM + 4, dtype=DType.FP32)
+    keys, values, chunks = b.caches(kind, positions, "k_cache", "v_cache", given)
+    parts = chunks if kind == "sliding" else spans(positions)
+    attention_partials = b.tensor("attention_partials", parts, heads, t, HEAD_DIM + 4, dtype=DType.FP32)
     attended = b.tensor("attended", t, width)
+    ports = {"q": q, "gate": gate, "keys": keys, "values": values}
+    outcome = {"partials": attention_partials, "out": attended}
+    scale, eps = HEAD_DIM**-0.5, c.rms_norm_eps
+    attend: Op
+    if kind == "sliding":
+        attend = Attention(
+            name="attention", inputs=ports, outputs=outcome, weights={}, heads=heads, kv_heads=kv_heads,
+            chunks=chunks, window=c.window, scale=scale, eps=eps,
+        )  # fmt: skip
+    else:
+        attend = GlobalAttention(
+            name="attention", inputs=ports, outputs=outcome, weights={}, heads=heads, kv_heads=kv_heads,
+            capacity=positions, scale=scale, eps=eps,
+        )  # fmt: skip
     unit = min(UNIT, width)
     if unit < width:
         o_partials = b.tensor("o_partials", width // unit, h // 16, t, 16, dtype=DType.FP32)
@@ -216,12 +269,7 @@ def sliding_layer(
     middle = b.tensor("middle", t, h, dtype=DType.FP32)
     normed = b.tensor("normed", t, h)
     attention = (
-        Attention(
-            name="attention", inputs={"q": q, "gate": gate, "keys": keys, "values": values},
-            outputs={"partials": attention_partials, "out": attended}, weights={},
-            heads=heads, kv_heads=kv_heads, chunks=chunks, window=c.window,
-            scale=HEAD_DIM**-0.5, eps=c.rms_norm_eps,
-        ),
+        attend,
         DenseGemm(
             name="o_proj", inputs={"in": attended},
             outputs={"partials": o_partials, "out": projected} if unit < width else {"out": projected},
@@ -249,35 +297,17 @@ def sliding_layer(
     )  # fmt: skip
     moe = b.experts(normed)
 
-    next_normed = b.tensor("next_normed", t, h)
-    end = b.end(middle, normed=next_normed)
-    rows = 2 * width + 2 * kv_width
-    next_partials = b.tensor("next_partials", h // UNIT, rows // 16, t, 16, dtype=DType.FP32)
-    next_q = b.tensor("next_q", t, width, kind=made, shard_axis=1)
-    next_gate = b.tensor("next_gate", t, width, kind=made, shard_axis=1)
-    next_keys = b.tensor("next_k_cache", kv_heads, chunks * CHUNK, HEAD_DIM, kind=kept, shard_axis=0)
-    next_values = b.tensor("next_v_cache", kv_heads, chunks, HEAD_DIM, CHUNK, kind=kept, shard_axis=0)
-    projections = tuple(f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate"))
-    projection = (
-        DenseGemm(
-            name="next_qkvg", inputs={"in": next_normed}, outputs={"partials": next_partials},
-            weights={
-                "weight": Weight(
-                    name="next_qkvg_weight", rows=rows, k=h, dtype=DType.BF16, names=projections, shard=Shard.ROWS,
-                    parts=(width, kv_width, kv_width, width), local=True, next_layer=True,
-                )
-            },
-            rows=rows, world_rows=rows * tp, k=h, unit_k=UNIT, partials_only=True,
-        ),
-        QkvHeads(
-            name="next_heads", inputs={"partials": next_partials, **({"rotary": rotary} if next_rope else {})},
-            outputs={"q": next_q, "gate": next_gate, "keys": next_keys, "values": next_values}, weights={},
-            heads=heads, kv_heads=kv_heads, chunks=h // UNIT, ring=chunks * CHUNK,
-            eps=c.rms_norm_eps, scale=c.qk_scale, rotate=next_rope,
-        ),
-    )  # fmt: skip
-    name = ".".join(("muse_spark.sliding_layer", split, *["two_shot"] * two_shot, *["nope"] * (not next_rope)))
-    return b.graph(name, "layer.sliding", (*attention, *moe, end, *projection))
+    name = [
+        f"muse_spark.{kind}_layer",
+        split,
+        *["two_shot"] * two_shot,
+        *[f"then_{following}"] * (following != "sliding"),
+    ]
+    if following == "end":
+        return b.graph(".".join(name), f"layer.{kind}", (*attention, *moe, b.end(middle)))
+    end = b.end(middle, normed=b.tensor("next_normed", t, h))
+    projection = b.projection("next_normed", following, positions)
+    return b.graph(".".join(name), f"layer.{kind}", (*attention, *moe, end, *projection))
 
 
 class _Builder:
@@ -302,6 +332,47 @@ class _Builder:
 
     def gate(self, name: str, checkpoint: str) -> Weight:
         return self.vector(name, self.c.hidden, checkpoint, DType.FP32, planes=2)
+
+    def caches(self, kind: str, positions: int, keys: str, values: str, what: TensorKind) -> tuple[str, str, int]:
+        """A layer's caches, by the layer's kind, and how many chunks they have."""
+        kv_heads = self.c.kv_heads // self.tp
+        chunks = cache_chunks(self.c.window) if kind == "sliding" else positions // CHUNK
+        self.tensor(keys, kv_heads, chunks * CHUNK, HEAD_DIM, kind=what, shard_axis=0)
+        self.tensor(values, kv_heads, chunks, HEAD_DIM, CHUNK, kind=what, shard_axis=0)
+        return keys, values, chunks
+
+    def projection(self, normed: str, kind: str, positions: int) -> tuple[Op, ...]:
+        """The q, k, v and gate of the next layer, which is of that ``kind``, and the write to its caches."""
+        c, t, h = self.c, self.tokens, self.c.hidden
+        heads, kv_heads = c.heads // self.tp, c.kv_heads // self.tp
+        width, kv_width, rotates = heads * HEAD_DIM, kv_heads * HEAD_DIM, kind == "sliding"
+        rows = 2 * width + 2 * kv_width
+        inputs = {"partials": self.tensor("next_partials", h // UNIT, rows // 16, t, 16, dtype=DType.FP32)}
+        if rotates:
+            inputs["rotary"] = self.tensor("rotary", positions, HEAD_DIM, dtype=DType.FP32, kind=TensorKind.INPUT)
+        q, gate = (
+            self.tensor(name, t, width, kind=TensorKind.OUTPUT, shard_axis=1) for name in ("next_q", "next_gate")
+        )
+        keys, values, chunks = self.caches(kind, positions, "next_k_cache", "next_v_cache", TensorKind.STATE)
+        names = tuple(f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate"))
+        return (
+            DenseGemm(
+                name="next_qkvg", inputs={"in": normed}, outputs={"partials": inputs["partials"]},
+                weights={
+                    "weight": Weight(
+                        name="next_qkvg_weight", rows=rows, k=h, dtype=DType.BF16, names=names, shard=Shard.ROWS,
+                        parts=(width, kv_width, kv_width, width), local=True, next_layer=True,
+                    )
+                },
+                rows=rows, world_rows=rows * self.tp, k=h, unit_k=UNIT, partials_only=True,
+            ),
+            QkvHeads(
+                name="next_heads", inputs=inputs, weights={},
+                outputs={"q": q, "gate": gate, "keys": keys, "values": values},
+                heads=heads, kv_heads=kv_heads, chunks=h // UNIT, ring=chunks * CHUNK,
+                eps=c.rms_norm_eps, scale=c.qk_scale, rotate=rotates,
+            ),
+        )  # fmt: skip
 
     def graph(self, name: str, figure: str, ops: tuple[Op, ...]) -> Graph:
         for op in ops:
@@ -452,7 +523,9 @@ def _refuse_unfit(c: MuseSparkConfig, tp: int, tokens: int, split: str, experts:
     refuse(c.top_k != 8, f"top_k={c.top_k}: the routing tables hold 8 experts a token")
 
 
-def _refuse_unfit_attention(c: MuseSparkConfig, tp: int, positions: int, all_reduce: str) -> None:
+def _refuse_unfit_attention(
+    c: MuseSparkConfig, tp: int, positions: int, all_reduce: str, kind: str, following: str
+) -> None:
     def refuse(wrong: bool, message: str, hint: str | None = None) -> None:
         if wrong:
             raise ScheduleError(message, loc=here(), hint=hint)
@@ -474,13 +547,18 @@ def _refuse_unfit_attention(c: MuseSparkConfig, tp: int, positions: int, all_red
     refuse(c.window < MAX_TOKENS, f"window={c.window}: a launch's tokens must see each other, so at least {MAX_TOKENS}")
     most = (MOST_CHUNKS - 1) * CHUNK - MAX_TOKENS + 1
     refuse(c.window > most, f"window={c.window}: at most {most} positions")
+    refuse(following not in FOLLOWING, f"following={following!r}", f"following is one of {', '.join(FOLLOWING)}")
     refuse(type(positions) is not int or positions < 1, f"positions={positions!r}: the table of rotations has some")
+    refuse(
+        "global" in (kind, following) and (positions % POSITION_STEP != 0 or positions > MOST_POSITIONS),
+        f"positions={positions}: a growing cache holds a multiple of {POSITION_STEP}, at most {MOST_POSITIONS:,}",
+    )
 
 
 def _refuse_unstreamable(op: Op) -> None:
     """A stage is whole 16-row blocks by eight slices of K in groups of 64, for NVFP4 one group or an even number."""
     stage = op.stage()
-    if stage is None:
+    if stage is None or "weight" not in op.weights:
         return
     w, rows, k = op.weights["weight"], stage["rows"], stage["k"]
     groups = k // SLICE

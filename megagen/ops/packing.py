@@ -4,7 +4,8 @@ A matrix is stored as the ring stages that the kernel streams, each of ``stage_r
 stage is one contiguous bulk copy. Within a stage: 16-row blocks, then eight slices of K (one a math warp), then
 groups of 64 K. Of a group, lane 4 g + t owns rows g and g + 8 and k = 16 t .. 16 t + 15, which is one NVFP4 scale
 block a row; both its MMA fragments and its loads are 16 bytes wide. With [gate; up] a row block holds 8 gate rows and
-the 8 matching up rows. Vectors are plain fp32.
+the 8 matching up rows. Vectors are plain fp32. A matrix of an op that streams none (the embedding) stays as it is,
+row after row.
 
 NVFP4 weights are permuted within 32-bit words (see :func:`_pair_bits`) so that one AND, after at most a shift,
 yields a bf16 pair worth value * 2^-126; scales are stored so that a shift yields bf16 worth scale * 2^119. The
@@ -104,7 +105,7 @@ def pack_dense(tiles: Tiles, matrix: torch.Tensor) -> torch.Tensor:
     """uint8 [tiles.bytes] of a bf16 or fp32 matrix [rows, k]. Raises WeightError where it is not finite."""
     import torch
 
-    expect = torch.bfloat16 if tiles.dtype is DType.BF16 else torch.float32
+    expect = _plain_dtype(tiles.dtype)
     if matrix.shape != (tiles.rows, tiles.k) or matrix.dtype is not expect:
         raise WeightError(f"found {matrix.dtype} {tuple(matrix.shape)}, expected {expect} {(tiles.rows, tiles.k)}")
     if not bool(matrix.isfinite().all()):
@@ -191,10 +192,10 @@ def pack_weight(
 ) -> dict[str, torch.Tensor]:
     """A weight's kernel parameters by name, packed one matrix at a time on ``device``.
 
-    ``stage`` is (stage_rows, stage_k), None for a vector; ``get(expert)`` gives the rank's logical matrix (0 for
-    plain weights); ``vector``: see :meth:`megagen.ir.graph.Op.pack_vector`. Result: uint8 [bytes], or fp32
-    [planes * rows] for a vector, and for NVFP4 also ``<name>_scale``
-    fp32 [experts, 2 | 1]. ``step`` is called after each matrix. Errors name the weight and the expert.
+    ``stage`` is (stage_rows, stage_k), None for a vector or a matrix that is not streamed; ``get(expert)`` gives the
+    rank's logical matrix (0 for plain weights); ``vector``: see :meth:`megagen.ir.graph.Op.pack_vector`. Result: uint8
+    [bytes], fp32 [planes * rows] for a vector, or the matrix [rows, k] that is not streamed; for NVFP4 also
+    ``<name>_scale`` fp32 [experts, 2 | 1]. ``step`` is called after each matrix. Errors name the weight and the expert.
     """
     import torch
 
@@ -203,6 +204,8 @@ def pack_weight(
         assert isinstance(plain, torch.Tensor)
         step()
         plain = plain.to(device)
+        if weight.k > 1:
+            return {weight.name: pack_rows(weight, plain)}
         return {weight.name: (plain.float() if vector is None else vector(plain)).contiguous()}
     tiles = Tiles.of(weight, *stage)
     out = torch.empty(max(1, weight.experts), tiles.bytes, dtype=torch.uint8, device=device)
@@ -224,13 +227,30 @@ def pack_weight(
     return packed
 
 
+def pack_rows(weight: Weight, matrix: torch.Tensor) -> torch.Tensor:
+    """[n, k] of a matrix that no ring streams, or of some of its rows, as it is. Raises WeightError for another type or
+    width, and where it is not finite."""
+    expect = _plain_dtype(weight.dtype)
+    if matrix.ndim != 2 or matrix.shape[1] != weight.k or matrix.dtype is not expect:
+        raise WeightError(f"found {matrix.dtype} {tuple(matrix.shape)}, expected {expect} rows of {weight.k}")
+    if not bool(matrix.isfinite().all()):
+        raise WeightError(f"{weight.name} has NaN or infinity")
+    return matrix.contiguous()
+
+
+def _plain_dtype(dtype: DType) -> torch.dtype:
+    import torch
+
+    return torch.bfloat16 if dtype is DType.BF16 else torch.float32
+
+
 def vectors(graph: Graph) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     """How each weight that is a vector is packed, by weight name."""
     return {w.name: partial(op.pack_vector, port) for op in graph.ops for port, w in op.weights.items()}
 
 
 def stages(graph: Graph) -> dict[str, tuple[int, int] | None]:
-    """(stage_rows, stage_k) by weight name, None for vectors."""
+    """(stage_rows, stage_k) by weight name, None for vectors and for matrices that no ring streams."""
     found: dict[str, tuple[int, int] | None] = {}
     for op in graph.ops:
         stage = op.stage()

@@ -26,6 +26,11 @@ def centred_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tenso
     return y.to(x.dtype)
 
 
+def scaled_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """``MuseSparkRMSNorm`` with a weight: normalised over the last axis, times the gain, rounded once to x's dtype."""
+    return (plain_norm(x.float(), eps) * gain.float()).to(x.dtype)
+
+
 def plain_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """``MuseSparkRMSNorm`` without a weight: normalised over the last axis, rounded to x's dtype."""
     import torch

@@ -1,4 +1,4 @@
-"""Centred RMSNorm of whole rows: bf16(x * rsqrt(mean(x^2) + eps) * (1 + w)), one final rounding."""
+"""RMSNorm of whole rows: bf16(x * rsqrt(mean(x^2) + eps) * (1 + w)), one final rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 class RmsNorm(Op):
-    """Input ``in`` [tokens, width], fp32 (a launch input) or bf16; output ``out`` bf16 [tokens, width]."""
+    """Input ``in`` [tokens, width], fp32 (a launch input) or bf16; output ``out`` bf16 [tokens, width].
+
+    ``centred``: the weight is counted from one, else it is the factor itself. ``round_input``: to bf16, first of all.
+    """
 
     kind: ClassVar[str] = "rms_norm"
     header: ClassVar[str] = "ops/rms_norm.cuh"
@@ -22,12 +25,19 @@ class RmsNorm(Op):
     width: int
     eps: float
     in_dtype: DType
+    centred: bool = True
+    round_input: bool = False
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (RoleSpec(name="compute", warps=(8,), align=4, reads=("in",), writes=("out",), regions=("scratch",)),)
 
     def constants(self) -> dict[str, int | float]:
-        return {"kWidth": self.width, "kEps": self.eps}
+        return {
+            "kWidth": self.width,
+            "kEps": self.eps,
+            "kCentred": int(self.centred),
+            "kRoundInput": int(self.round_input),
+        }
 
     def shared(self) -> Mapping[str, int]:
         return {"scratch": group_scratch(1)}
@@ -44,7 +54,8 @@ class RmsNorm(Op):
         )
 
     def reference(self, env: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        from megagen.ops.reference import centred_norm
+        from megagen.ops.reference import centred_norm, scaled_norm
 
-        x = env[self.inputs["in"]].to(dtype)
-        return {self.outputs["out"]: centred_norm(x, env[self.weights["gain"].name], self.eps)}
+        norm = centred_norm if self.centred else scaled_norm
+        x = env[self.inputs["in"]].to(dtype)  # round_input is what the bf16 model does anyway
+        return {self.outputs["out"]: norm(x, env[self.weights["gain"].name], self.eps)}

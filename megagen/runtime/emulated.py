@@ -33,11 +33,20 @@ class EmulatedRank(Rank):
 
     in_place = False
 
-    def __init__(self, world: World, torch: Any, rank: int, *, timeout_ms: int, overrides: bool) -> None:
+    def __init__(
+        self, world: World, torch: Any, plan: Plan, rank: int, *, overrides: bool, beside: Rank | None = None
+    ) -> None:
         self.world, self.engine, self._torch = world, world.engine, torch
-        device = torch.device("cpu")
-        super().__init__(world.plan, device, live=world.live, rank=rank, timeout_ms=timeout_ms, overrides=overrides)
-        launch = world.plan.launch
+        super().__init__(
+            plan,
+            torch.device("cpu"),
+            live=world.live,
+            rank=rank,
+            timeout_ms=world.timeout_ms,
+            overrides=overrides,
+            beside=beside,
+        )
+        launch = plan.launch
         self.geometry = Geometry(
             blocks=launch.blocks,
             threads=32 * launch.warps,
@@ -105,7 +114,10 @@ class World:
     interleaving of warps, blocks, ranks and messages. ``race``: report accesses that nothing orders. ``expire``: a
     deadlock becomes a HangError from the ranks' hang records, as on a GPU, instead of an EmulationError that lists
     all waiting warps; with Expire.ANY waits expire in a healthy launch too. ``footprints``: remember what each step
-    touches (``engine.footprints()``). ``layers``: how many layers' tensors there must be room for. Raises DeviceError.
+    touches (``engine.footprints()``). ``layers``: how many layers' tensors there must be room for.
+
+    ``others``: Plans of the same group whose kernels are in the library too; :meth:`of` has their ranks, which share
+    control words and abort word with the first Plan's. Raises DeviceError.
     """
 
     def __init__(
@@ -121,6 +133,7 @@ class World:
         overrides: bool = True,
         timeout_ms: int = 2000,
         layers: int = LAYERS,
+        others: Sequence[Plan] = (),
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         try:
@@ -133,27 +146,40 @@ class World:
         self.timeout_ms, self.progress = timeout_ms, progress
         self.queued = 0  # launches that have not run
         self.addresses: set[int] = set()  # of tensors in the emulator's memory
+        plans = (plan, *others)
         self.engine = Engine(
             library,
-            arena_bytes=self._bytes(layers),
+            arena_bytes=sum(self._bytes(p, layers) for p in plans) + SLACK,
             seed=seed,
             race=race,
             expire=expire,
             footprints=footprints,
-            plan=plan,
+            plans=plans,
         )
-        self.ranks: tuple[EmulatedRank, ...] = tuple(
-            EmulatedRank(self, torch, rank, timeout_ms=timeout_ms, overrides=overrides) for rank in range(self.live)
-        )
-        for rank in self.ranks:
-            rank._join([r.heap.data_ptr() for r in self.ranks])
+        self._ranks: dict[str, tuple[EmulatedRank, ...]] = {}
+        for p in plans:
+            firsts = self._ranks.get(plan.name, (None,) * self.live)
+            made = tuple(
+                EmulatedRank(self, torch, p, rank, overrides=overrides, beside=first)
+                for rank, first in enumerate(firsts)
+            )
+            for rank in made:
+                rank._join([r.heap.data_ptr() for r in made], [r.abort_address for r in made])
+            self._ranks[p.name] = made
+        if len(self._ranks) < len(plans):
+            raise DeviceError(f"two of the plans {', '.join(p.name for p in plans)} have one name")
+        self.ranks = self._ranks[plan.name]
         self.recover()
 
-    def _bytes(self, layers: int) -> int:
+    def of(self, plan: Plan) -> tuple[EmulatedRank, ...]:
+        """The live ranks of one of the world's Plans."""
+        return self._ranks[plan.name]
+
+    def _bytes(self, plan: Plan, layers: int) -> int:
         """Address space for everything: more costs nothing as long as it is not touched."""
-        tensors = sum(e.bytes + ALIGNMENT for e in params.expected(self.plan).values())
-        tensors += self.plan.stamps.bytes if self.plan.stamps else 0
-        return 2 * self.live * (self.plan.heap.bytes + layers * tensors) + SLACK
+        tensors = sum(e.bytes + ALIGNMENT for e in params.expected(plan).values())
+        tensors += plan.stamps.bytes if plan.stamps else 0
+        return 2 * self.live * (plan.heap.bytes + layers * tensors)
 
     def launch(self, layers: Sequence[Layer]) -> None:
         """Queue a launch on every rank; ``layers`` has each rank's. Several may be queued before they run."""
@@ -175,13 +201,13 @@ class World:
             self.queued = 0
         abort = next((a for rank in self.ranks if (a := rank.aborted())), 0)
         if abort:
-            records = [r for rank in self.ranks for r in rank.hang_records()]
-            raise hang.error(self.plan, abort, records, timeout_ms=self.timeout_ms)
+            raise hang.told(self._ranks.values(), abort, timeout_ms=self.timeout_ms)
 
     def recover(self) -> None:
         """Make every rank's heap fresh again."""
-        for rank in self.ranks:
-            rank.reset()
+        for ranks in self._ranks.values():
+            for rank in ranks:
+                rank.reset()
 
     def close(self) -> None:
         """Let go of the emulator. Tensors over its memory stay valid, launches are over."""

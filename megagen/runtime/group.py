@@ -113,7 +113,7 @@ class Group:
             for rank, device in enumerate(devices)
         )
         for rank in self.ranks:
-            rank.meet([r.heap.data_ptr() for r in self.ranks])
+            rank.meet([r.heap.data_ptr() for r in self.ranks], [r.abort_address for r in self.ranks])
         driver.require_torch(devices[0])  # the current one again
 
     def capture(self, launches: Sequence[Sequence[Layer]]) -> Replayable:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 from megagen.errors import HangError
 from megagen.ir.names import Names, ranges
@@ -45,6 +46,25 @@ def decode(data: bytes) -> list[HangRecord]:
     """The records in use among ``data``, the heap's bytes from ``record_offset`` on, in (block, warp) order."""
     used = (State.EXPIRED, State.WOKEN)
     return [HangRecord(State(f[0]), *f[1:]) for f in _RECORD.iter_unpack(data) if f[0] in used]
+
+
+class Told(Protocol):
+    """A rank that keeps hang records."""
+
+    plan: Plan
+
+    def hang_records(self) -> list[HangRecord]: ...
+
+
+def told(groups: Iterable[Sequence[Told]], abort: int, *, timeout_ms: int) -> HangError:
+    """The exception for launches of several Plans that share an abort word; ``groups``: the ranks of each Plan.
+
+    It is about the Plan one of whose waits expired; in the others, warps were woken at most.
+    """
+    kept = [(ranks[0].plan, [r for rank in ranks for r in rank.hang_records()]) for ranks in groups]
+    expired = [k for k in kept if any(r.state is State.EXPIRED for r in k[1])]
+    plan, records = (expired or kept)[0]
+    return error(plan, abort, records, timeout_ms=timeout_ms)
 
 
 def error(plan: Plan, abort: int, records: Sequence[HangRecord], *, timeout_ms: int) -> HangError:

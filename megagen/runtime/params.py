@@ -21,18 +21,19 @@ CONTROL_POSITIONS = 16  # of each token
 CONTROL_ANCESTORS = 32  # of each token: a bit for every token of the launch that it sees
 TORCH_NAMES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.U32: "int32"}
 
-_SYSTEM = struct.Struct(f"<{MAX_LIVE}Q QQ IIII Q 24x")
+_SYSTEM = struct.Struct(f"<{MAX_LIVE}Q {MAX_LIVE}Q QQ IIII Q 24x")
 
 
 @dataclass(frozen=True)
 class System:
-    """``megagen::System`` (include/megagen/types.cuh), 128 bytes. Addresses are device addresses.
+    """``megagen::System`` (include/megagen/types.cuh), 192 bytes. Addresses are device addresses.
 
     ``control``: u32[64]. ``route_override``: i32[16][top_k], -1 keeps the router's choice; 0 for none.
     ``timeout_ms``: bound of every wait, 0 for none. ``stamps``: where a stamped kernel writes them.
     """
 
     heaps: Sequence[int]  # of each live rank
+    aborts: Sequence[int]  # of each live rank's abort word
     control: int
     route_override: int
     rank: int
@@ -49,11 +50,12 @@ class System:
                 f"a timeout of {self.timeout_ms} ms: the device counts nanoseconds in 32 bits",
                 hint=f"0 to {MAX_TIMEOUT_MS} ms",
             )
-        if len(self.heaps) != self.live:
-            raise DeviceError(f"{len(self.heaps)} heaps for {self.live} live ranks")
-        heaps = (*self.heaps, *[0] * (MAX_LIVE - self.live))
+        if len(self.heaps) != self.live or len(self.aborts) != self.live:
+            raise DeviceError(f"{len(self.heaps)} heaps and {len(self.aborts)} abort words for {self.live} live ranks")
+        rest = [0] * (MAX_LIVE - self.live)
+        addresses = (*self.heaps, *rest, *self.aborts, *rest)
         numbers = (self.rank, self.live, self.world, self.timeout_ms * 1_000_000)
-        return _SYSTEM.pack(*heaps, self.control, self.route_override, *numbers, self.stamps)
+        return _SYSTEM.pack(*addresses, self.control, self.route_override, *numbers, self.stamps)
 
 
 def pointers(plan: Plan) -> tuple[ParamPlan, ...]:
@@ -68,9 +70,15 @@ def pack(plan: Plan, system: System, addresses: Mapping[str, int]) -> bytes:
 
 
 def positions(plan: Plan) -> int | None:
-    """How many positions the table of rotations has; None where nothing is rotated."""
-    name = next((o.tensors.get("rotary") for o in plan.ops if o.kind == "qkv_heads"), None)
-    return next((p.shape[0] for p in plan.params if p.name == name), None)
+    """How many positions the table of rotations has, or a growing cache, whichever is less; None without either."""
+    tables = {o.tensors.get("rotary") for o in plan.ops if o.kind == "qkv_heads"}
+    found = [p.shape[0] for p in plan.params if p.name in tables]
+    for op in plan.ops:
+        if op.kind == "global_attention":
+            found.append(int(op.constants["kCapacity"]))
+        if op.kind == "qkv_heads" and not op.constants["kRotate"]:
+            found.append(int(op.constants["kRing"]))
+    return min(found, default=None)
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,7 @@ def expected(plan: Plan) -> dict[str, Expected]:
         if weight is not None and weight.layout == "tiles":
             found[p.name] = Expected(weight.bytes, "uint8", p.what)
             continue
-        dtype = DType.FP32 if weight is not None or p.dtype is None else p.dtype
+        vector = weight is not None and weight.layout == "vector"
+        dtype = DType.FP32 if vector or p.dtype is None else p.dtype
         found[p.name] = Expected(prod(p.shape) * int(dtype.bits) // 8, TORCH_NAMES[dtype], p.what)
     return found

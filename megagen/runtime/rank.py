@@ -44,23 +44,35 @@ class Rank(ABC):
     """One live rank's side of a Plan: heap, control words, route overrides and one set of outputs.
 
     A subclass says where memory is and how launches get there. ``in_place``: bound tensors stay where they are (else
-    they are copied into the device's memory).
+    they are copied into the device's memory). ``beside``: the rank of another Plan on the same device, whose control
+    words and abort word this one uses too: what one launch works on, the next does, and one that gives up ends all.
     """
 
     in_place = True
     _torch: Any
 
     def __init__(
-        self, plan: Plan, device: torch.device, *, live: int, rank: int, timeout_ms: int, overrides: bool
+        self,
+        plan: Plan,
+        device: torch.device,
+        *,
+        live: int,
+        rank: int,
+        timeout_ms: int,
+        overrides: bool,
+        beside: Rank | None = None,
     ) -> None:
         self.plan, self.device, self.timeout_ms = plan, device, timeout_ms
+        self._first: Rank = self if beside is None else beside._first
         self.live, self.rank = live, rank
         route = next((o.constants for o in plan.ops if o.kind == "top_k"), None)
         self.top_k = int(route["kTopK"]) if route else 0
         self.experts = int(route["kExperts"]) if route else 0
         self.overrides = overrides and bool(self.top_k)
         self.heap = self._empty("heap", "exchange", "uint8", (plan.heap.bytes,))
-        self._control = self._empty("control", "control", "int32", (params.CONTROL_WORDS,))
+        self._control: torch.Tensor = (
+            self._empty("control", "control", "int32", (params.CONTROL_WORDS,)) if beside is None else beside._control
+        )
         self._routes = self._empty("route_override", "control", "int32", (plan.tokens, max(1, self.top_k)))
         self.outputs = {
             p.name: self._empty(p.name, p.what, p.dtype, p.shape) for p in plan.params if p.what == "output"
@@ -68,10 +80,17 @@ class Rank(ABC):
         self._expected = params.expected(plan)
         self._positions = params.positions(plan)
 
-    def _join(self, heaps: Sequence[int]) -> None:
-        """Fill the buffers and meet the live ranks, whose heaps are at these addresses. Ends a session's making."""
+    @property
+    def abort_address(self) -> int:
+        """Of the word that is not 0 once a wait has expired."""
+        return self._first.heap.data_ptr() + self._first.plan.heap.abort_offset
+
+    def _join(self, heaps: Sequence[int], aborts: Sequence[int]) -> None:
+        """Fill the buffers and meet the live ranks, whose heaps and abort words are at these addresses. Ends a
+        session's making."""
         self._system = params.System(
             heaps=heaps,
+            aborts=aborts,
             control=self._control.data_ptr(),
             route_override=self._routes.data_ptr() if self.overrides else 0,
             rank=self.rank,
@@ -80,11 +99,12 @@ class Rank(ABC):
             timeout_ms=self.timeout_ms,
         )
         self._system.pack()  # refuse an impossible world now
-        with self.writing(self._control):
-            self._control.zero_()
         with self.writing(self._routes):
             self._routes.fill_(-1)
-        self.set_tokens(self.plan.tokens)
+        if self._first is self:
+            with self.writing(self._control):
+                self._control.zero_()
+            self.set_tokens(self.plan.tokens)
         self.poison()
 
     @abstractmethod
@@ -304,7 +324,7 @@ class Rank(ABC):
 
     def aborted(self) -> int:
         """The abort word: 0, or who gave up; see :func:`megagen.runtime.hang.error`."""
-        return self._u32(self.plan.heap.abort_offset)
+        return self._first._u32(self._first.plan.heap.abort_offset)
 
     def hang_records(self) -> list[hang.HangRecord]:
         """What this rank's waiting warps wrote down when the launch was given up."""

@@ -62,7 +62,8 @@ class Session(Rank):
     ``artifact``; launches allocate nothing. ``live`` ranks of ``plan.tp`` are live, the others stood in for.
     ``timeout_ms`` bounds every wait on the device (0: none, for final timing). ``overrides``: give the kernel
     the table of route overrides (all "keep" at first). ``tokens`` starts at the Plan's maximum. One of several live
-    ranks can launch once they have met (:class:`megagen.runtime.group.Group` makes them).
+    ranks can launch once they have met (:class:`megagen.runtime.group.Group` makes them). ``beside``: see
+    :class:`Rank`. ``heap``: uint8 [plan.heap.bytes] that other processes reach too, else the session allocates it.
 
     Raises DeviceError when there is no usable GPU, it is of another architecture than the Plan's, or the blocks
     cannot all be resident (the kernel would hang). Use it in one thread, one launch sequence at a time: launches
@@ -79,7 +80,10 @@ class Session(Rank):
         rank: int = 0,
         timeout_ms: int = 2000,
         overrides: bool = True,
+        beside: Session | None = None,
+        heap: torch.Tensor | None = None,
     ) -> None:
+        self._own_heap = heap
         self._torch = torch = driver.require_torch(device)
         device_ = torch.device("cuda", device)
         properties = torch.cuda.get_device_properties(device_)
@@ -110,18 +114,20 @@ class Session(Rank):
 
         pinned = torch.zeros(IN_FLIGHT, params.CONTROL_WORDS, dtype=torch.int32, pin_memory=True)
         self._uploads = Uploads(list(pinned), torch.cuda.Event)
-        super().__init__(plan, device_, live=live, rank=rank, timeout_ms=timeout_ms, overrides=overrides)
+        super().__init__(plan, device_, live=live, rank=rank, timeout_ms=timeout_ms, overrides=overrides, beside=beside)
         self._side = torch.cuda.Stream(self.device)  # reads progress while the launch stream is busy
         self._progress = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         if live == 1:
-            self.meet([self.heap.data_ptr()])
+            self.meet([self.heap.data_ptr()], [self.abort_address])
 
-    def meet(self, heaps: Sequence[int]) -> None:
-        """Ends the making of one of several live ranks: their heaps are at these addresses."""
-        self._join(heaps)
+    def meet(self, heaps: Sequence[int], aborts: Sequence[int]) -> None:
+        """Ends the making of one of several live ranks: their heaps and abort words are at these addresses."""
+        self._join(heaps, aborts)
         self.recover()
 
     def _empty(self, name: str, what: str, dtype: Any, shape: Sequence[int]) -> torch.Tensor:
+        if what == "exchange" and self._own_heap is not None:
+            return self._own_heap
         try:
             made: torch.Tensor = self._torch.empty(tuple(shape), dtype=self._dtype(dtype), device=self.device)
         except self._torch.OutOfMemoryError as e:

@@ -1,6 +1,6 @@
 """Muse Spark checkpoints in the Hugging Face layout: safetensors, bf16 or with ModelOpt NVFP4 experts.
 
-Everything a layer needs is checked, by name, shape and type, before anything is read; only a rank's slices are read.
+Everything a launch needs is checked, by name, shape and type, before anything is read; only a rank's slices are read.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from hashlib import sha256
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from rich.progress import Progress
-from safetensors import SafetensorError, safe_open
 
 from megagen.errors import WeightError
 from megagen.ir.graph import DType, Graph, Shard, Weight
@@ -22,88 +22,138 @@ from megagen.models.muse_spark import layer_kinds
 from megagen.ops.attention import Attention
 from megagen.ops.packing import BLOCK, Nvfp4, pack_weight, stages, vectors
 from megagen.ops.qkv_heads import QkvHeads
+from megagen.weights import shards
+from megagen.weights.shards import SIZES, TYPES, Stored
 
-PREFIX = "model.language_model.layers."
+BASES = ("model.language_model.", "model.")  # the text model's names: of the whole model, of one with text only
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 SUFFIXES = ("", "_weight_scale", "_weight_scale_2")  # an NVFP4 weight's tensors: codes, block scales, second level
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+CONFIGS = ("config.json", "hf_quant_config.json")
 
 
 class Checkpoint:
-    """A checkpoint directory, opened. Tensors are memory-mapped and read when asked for.
+    """A checkpoint directory, opened. Tensors are read when asked for.
 
-    ``prefix`` stands before the layer's number. Raises WeightError if the directory, its index or a shard is
-    missing or unreadable.
+    ``prefix`` stands before the layer's number; by default the one of :data:`BASES` that fits, with "layers.". Raises
+    WeightError if the directory, its index or a shard is missing or unreadable, or if the index leads out of it.
     """
 
-    def __init__(self, directory: str | Path, *, prefix: str = PREFIX) -> None:
-        self.directory, self.prefix = Path(directory), prefix
-        self._open: dict[str, Any] = {}
-        index = self.directory / "model.safetensors.index.json"
+    def __init__(self, directory: str | Path, *, prefix: str | None = None) -> None:
+        self.directory = Path(directory)
+        self._open: dict[str, shards.Shard] = {}
+        index = self.directory / INDEX
         if index.is_file():
             self._files: dict[str, str] = _json(index, "weight_map")
-        elif (self.directory / "model.safetensors").is_file():
-            self._files = dict.fromkeys(self._shard("model.safetensors").keys(), "model.safetensors")
+            for name, file in self._files.items():
+                if not _within(file):
+                    raise WeightError(
+                        f"{index} has {name} in {file!r}, which is no file of the directory",
+                        hint="do not use this checkpoint unless you know who made it",
+                    )
+        elif (self.directory / SINGLE).is_file():
+            self._files = dict.fromkeys(self._shard(SINGLE).tensors, SINGLE)
         else:
+            pickles = sorted(p.name for ending in ("bin", "pt", "pth") for p in self.directory.glob(f"*.{ending}"))
             raise WeightError(
-                f"{self.directory} has neither model.safetensors nor model.safetensors.index.json",
-                hint="give the directory of a Hugging Face checkpoint",
+                f"{self.directory} has neither {SINGLE} nor {INDEX}",
+                hint=f"{pickles[0]} is a pickle, which can run code and is not read: save the model as safetensors"
+                if pickles
+                else "give the directory of a Hugging Face checkpoint",
             )
+        bases = [b for b in BASES if any(name.startswith(f"{b}layers.") for name in self._files)] or BASES
+        self.prefix = f"{bases[0]}layers." if prefix is None else prefix
+        self.base = self.prefix.removesuffix("layers.")
 
-    def _shard(self, file: str) -> Any:
+    def _shard(self, file: str) -> shards.Shard:
         if file not in self._open:
-            try:
-                self._open[file] = safe_open(str(self.directory / file), framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise WeightError(f"cannot read {self.directory / file}: {error}") from None
+            self._open[file] = shards.Shard(self.directory / file)
         return self._open[file]
 
-    def slice(self, name: str) -> Any:
-        """A tensor, lazily: has get_shape() and get_dtype(), and reads what it is indexed with. None if missing."""
+    def find(self, name: str) -> Stored | None:
+        """A tensor, not read yet; None if there is none of that name."""
         file = self._files.get(name)
         if file is None:
             return None
-        try:
-            return self._shard(file).get_slice(name)
-        except SafetensorError:
-            raise WeightError(f"{self.directory / file} lacks {name}, which the index says it holds") from None
+        found = self._shard(file).tensors.get(name)
+        if found is None:
+            raise WeightError(f"{self.directory / file} lacks {name}, which the index says it holds")
+        return found
 
     def layers(self) -> list[int]:
         """Numbers of the layers that the checkpoint has tensors of."""
         found = {re.match(re.escape(self.prefix) + r"(\d+)\.", name) for name in self._files}
         return sorted({int(m[1]) for m in found if m})
 
+    def experts(self, layer: int) -> DType:
+        """What a layer's experts are stored as, by the tensors that it has. Raises WeightError if it has none."""
+        names = [n for n in self._files if n.startswith(f"{self.prefix}{layer}.") and ".experts." in n]
+        if not names:
+            raise WeightError(f"{self.directory} has no experts of layer {layer}")
+        return DType.NVFP4 if any(n.endswith(SUFFIXES[1]) for n in names) else DType.BF16
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this checkpoint from another: of each shard its size, time of change and header's hash, of the index
+        and the configurations a hash. No tensor is read."""
+        small = {name: self.directory / name for name in (INDEX, *CONFIGS)}
+        return {
+            "shards": {file: shards.identity(self.directory / file) for file in sorted({*self._files.values()})},
+            **{n: sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for n, p in small.items()},
+        }
+
+    def _name(self, weight: Weight, layer: int, name: str) -> str:
+        """The whole name of a tensor in this checkpoint; a head that is tied to the embedding is the embedding."""
+        if not weight.top:
+            return f"{self.prefix}{layer + weight.next_layer}.{name}"
+        if name == HEAD and name not in self._files and self._tied():
+            name = BASES[0] + EMBEDDING
+        return self.base + name.removeprefix(BASES[0]) if name.startswith(BASES[0]) else name
+
+    def _tied(self) -> bool:
+        path = self.directory / CONFIGS[0]
+        if not path.is_file():
+            return False
+        try:
+            data = json.loads(path.read_text("utf-8"))
+            return any(d.get("tie_word_embeddings") is True for d in (data, data.get("text_config", {})))
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise WeightError(f"{path}: {error}") from None
+
     def open(self, layer: int, graph: Graph) -> dict[str, Source]:
-        """The layer's weights by name, checked against what ``graph`` expects but not read; weights of the graph that
+        """The launch's weights by name, checked against what ``graph`` expects but not read; weights of the graph that
         are the next layer's come from ``layer`` + 1.
 
         Raises WeightError listing every tensor that is missing, misshapen or wrongly typed.
         """
-        quantised = any(w.dtype is DType.NVFP4 for w in graph.weights().values())
+        weights = graph.weights().values()
+        quantised = any(w.dtype is DType.NVFP4 for w in weights)
         problems = self._config_problems() if quantised else []
         problems += self._kind_problems(layer, graph)
         sources = {}
-        for weight in graph.weights().values():
-            slices = []
+        for weight in weights:
+            tensors = []
             for below, shape, types in _expected(weight, graph.tp):
-                name = f"{self.prefix}{layer + weight.next_layer}.{below}"
-                found = self.slice(name)
+                name = self._name(weight, layer, below)
+                found = self.find(name)
                 if found is None:
-                    actual = "it is missing"
-                elif (tuple(found.get_shape()), found.get_dtype()) not in [(shape, t) for t in types]:
-                    actual = f"found {found.get_dtype()} {list(found.get_shape())}"
+                    actual = "it is missing" + (f" in {SINGLE}" if SINGLE in self._open else "")
+                elif found.shape != shape or found.dtype not in types:
+                    actual = f"found {found.dtype} {list(found.shape)} in {found.shard.path.name}"
                 else:
-                    slices.append(found)
+                    tensors.append(found)
                     continue
                 problems.append(f"{name}: expected {' or '.join(types)} {list(shape)}, {actual}")
-            sources[weight.name] = Source(weight, graph.tp, tuple(slices))
+            sources[weight.name] = Source(weight, graph.tp, tuple(tensors))
         if problems:
+            own = any(not (w.top or w.next_layer) for w in weights)
             layers, hint = self.layers(), None
-            if layer not in layers:
+            if own and layer not in layers:
                 hint = (
                     f"it has layers {layers[0]} to {layers[-1]}"
                     if layers
                     else f"nothing in it begins with {self.prefix}"
                 )
-            elif layer + 1 not in layers and any(w.next_layer for w in graph.weights().values()):
+            elif layer + 1 not in layers and any(w.next_layer for w in weights):
                 hint = (
                     f"it has no layer {layer + 1}, and {graph.name} ends with the next layer's projections: "
                     "the last layer needs a schedule of its own"
@@ -113,7 +163,7 @@ class Checkpoint:
                     'experts are bf16 in some layers and NVFP4 in others: build with experts="bf16" or "nvfp4" to match'
                 )
             raise WeightError(
-                f"{self.directory}, layer {layer}: {len(problems)} things do not fit {graph.name}",
+                f"{self.directory}{f', layer {layer}' if own else ''}: {len(problems)} things do not fit {graph.name}",
                 hint=hint,
                 notes=tuple((p, None) for p in problems),
             )
@@ -121,11 +171,11 @@ class Checkpoint:
 
     def _kind_problems(self, layer: int, graph: Graph) -> list[str]:
         """A layer of another kind has tensors of the same shapes, and would compute something else."""
-        if not (self.directory / "config.json").is_file():
+        if not (self.directory / CONFIGS[0]).is_file():
             return []
         kinds, problems = layer_kinds(self.directory), []
         for op in graph.ops:
-            if isinstance(op, Attention) and layer < len(kinds) and not kinds[layer].sliding:
+            if isinstance(op, Attention) and 0 <= layer < len(kinds) and not kinds[layer].sliding:
                 problems.append(f"config.json: layer {layer} attends to its whole context, {op.name} to a window")
             if isinstance(op, QkvHeads) and layer + 1 < len(kinds) and kinds[layer + 1].rotates is not op.rotate:
                 does, here = ("rotates", "does not") if kinds[layer + 1].rotates else ("does not rotate", "does")
@@ -133,7 +183,7 @@ class Checkpoint:
         return problems
 
     def _config_problems(self) -> list[str]:
-        path = self.directory / "hf_quant_config.json"
+        path = self.directory / CONFIGS[1]
         expected = f'hf_quant_config.json: expected quant_algo "NVFP4" and group_size {BLOCK}'
         if not path.is_file():
             return [f"{expected}, it is missing"]
@@ -143,36 +193,66 @@ class Checkpoint:
 
 
 class Source:
-    """One weight of one layer, whose tensors were checked: reads matrices of a rank, or whole ones."""
+    """One weight of one launch, whose tensors were checked: reads matrices of a rank, or whole ones, or stretches."""
 
-    def __init__(self, weight: Weight, tp: int, slices: tuple[Any, ...]) -> None:
-        self.weight, self.tp, self.slices = weight, tp, slices
+    def __init__(self, weight: Weight, tp: int, tensors: tuple[Stored, ...]) -> None:
+        self.weight, self.tp, self.tensors = weight, tp, tensors
 
     def read(self, expert: int = 0, rank: int | None = None) -> torch.Tensor | Nvfp4:
         """``rank``'s share of a matrix, or all of it: [rows, k] (or a vector [rows]) of the checkpoint's type, except
         that weights which the graph has in fp32 are widened."""
-        if self.weight.dtype is DType.NVFP4:
-            codes, scales, scale_2 = self.slices
-            return Nvfp4(self._share([codes], expert, rank), self._share([scales], expert, rank), scale_2[expert])
-        matrix = self._share(self.slices, expert, rank)
-        return matrix.float() if self.weight.dtype is DType.FP32 else matrix
+        w = self.weight
+        rows = self._segments(None)[-1][1] if rank is None else w.rows
+        matrix, *scales = (t[0] for t in self.band(rank, range(expert, expert + 1), [range(rows)]))
+        if scales:
+            return Nvfp4(matrix, scales[0], self.scale_2()[expert])
+        if w.k == 1:
+            matrix = matrix[:, 0]
+        return matrix.float() if w.dtype is DType.FP32 else matrix
 
-    def _share(self, tensors: Sequence[Any], expert: int, rank: int | None) -> torch.Tensor:
-        """What is read of ``tensors``, stacked along rows: several are the parts of one matrix, each cut by itself."""
-        return torch.cat([t[index] for t in tensors for index in self._cuts(t, expert, rank)])
+    def scale_2(self) -> torch.Tensor:
+        """Second-level scales of an NVFP4 weight: fp32 [experts, 2] (gate, up) or [experts]."""
+        return self.tensors[2].whole()
 
-    def _cuts(self, tensor: Any, expert: int, rank: int | None) -> list[tuple[Any, ...]]:
-        w, shape = self.weight, tensor.get_shape()
-        lead: tuple[Any, ...] = (expert,) if w.experts else ()
-        if rank is None or w.shard is Shard.NONE:
-            return [(*lead, slice(None))]
-        if w.shard is Shard.K:
-            n = shape[-1] // self.tp
-            return [(*lead, slice(None), slice(rank * n, (rank + 1) * n))]
-        halves = 2 if w.gate_up else 1
-        half = shape[-2] // halves
-        n = half // self.tp
-        return [(*lead, slice(h * half + rank * n, h * half + (rank + 1) * n)) for h in range(halves)]
+    def band(
+        self, rank: int | None, experts: range, rows: Sequence[range], *, pinned: bool = False
+    ) -> list[torch.Tensor]:
+        """Some rows of some matrices as stored: [experts, rows, columns], for NVFP4 codes and block scales, else one
+        tensor. ``rows`` are counted in what the rank holds, parts and padding included, and stacked."""
+        planes = self.tensors[:2] if self.weight.dtype is DType.NVFP4 else self.tensors[:1]
+        cut = rank is not None and self.weight.shard is Shard.K
+        found = []
+        for plane in planes:
+            width = plane.row_bytes // (self.tp if cut else 1)
+            shape = len(experts), sum(map(len, rows)), width
+            out = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+            if self.weight.padding:
+                out.zero_()
+            at = 0
+            for wanted in rows:
+                for begin, end, part, first in self._segments(rank):
+                    some = range(max(begin, wanted.start), min(end, wanted.stop))
+                    if some:
+                        tensor = self.tensors[part] if len(planes) == 1 else plane
+                        into = out[:, at + some.start - wanted.start :][:, : len(some)].numpy()
+                        tensor.fill(into, experts.start, first + some.start - begin, rank * width if cut and rank else 0)
+                at += len(wanted)
+            found.append(out.view(TYPES[plane.dtype]))
+        return found
+
+    def _segments(self, rank: int | None) -> list[tuple[int, int, int, int]]:
+        """(first row, row behind the last, tensor, the tensor's row that the first is) of what ``rank`` holds."""
+        w = self.weight
+        tp = self.tp if rank is not None and w.shard is Shard.ROWS else 1
+        halves = 2 if w.gate_up and tp > 1 else 1
+        found, at = [], 0
+        for i, tensor in enumerate(self.tensors[:1] if w.dtype is DType.NVFP4 else self.tensors):
+            half = tensor.rows // halves
+            n = half // tp
+            for h in range(halves):
+                found.append((at, at + n, i, h * half + (rank * n if rank and tp > 1 else 0)))
+                at += n
+        return found
 
 
 def load_layer(
@@ -182,7 +262,7 @@ def load_layer(
     rank: int,
     *,
     device: torch.device | str = "cpu",
-    prefix: str = PREFIX,
+    prefix: str | None = None,
     progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """``rank``'s weights of a layer, packed for the device, by kernel parameter name.
@@ -211,7 +291,7 @@ def load_reference(
     graph: Graph,
     *,
     device: torch.device | str = "cpu",
-    prefix: str = PREFIX,
+    prefix: str | None = None,
 ) -> dict[str, torch.Tensor | Callable[[int], torch.Tensor]]:
     """A layer's world-wide weights for :func:`megagen.ops.reference.evaluate`: tensors of the checkpoint's type, and
     for experts callables that read, and dequantise to fp32, one expert's matrix. Raises WeightError likewise."""
@@ -225,12 +305,12 @@ def load_reference(
 
 
 def _expected(weight: Weight, tp: int) -> list[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """(name below the layer, shape, acceptable types) of a weight's checkpoint tensors.
+    """(name below the layer or whole, shape, acceptable types) of a weight's checkpoint tensors.
 
     Types other than the graph's own are accepted where conversion to what the device holds is exact.
     """
     ranks = tp if weight.shard is Shard.ROWS else 1
-    rows = weight.rows * ranks
+    rows = (weight.rows - weight.padding) * ranks
     k = weight.k * (tp if weight.shard is Shard.K else 1)
     lead = (weight.experts,) if weight.experts else ()
     name = weight.names[0]
@@ -242,7 +322,7 @@ def _expected(weight: Weight, tp: int) -> list[tuple[str, tuple[int, ...], tuple
     if weight.k == 1:
         return [(name, (rows,), ("BF16", "F32"))]
     types = ("F32", "BF16") if weight.dtype is DType.FP32 else ("BF16",)
-    parts = zip(weight.names, weight.parts or (weight.rows,), strict=True)
+    parts = zip(weight.names, weight.parts or (weight.rows - weight.padding,), strict=True)
     return [(part, (*lead, n * ranks, k), types) for part, n in parts]
 
 
@@ -250,8 +330,16 @@ def _json(path: Path, key: str) -> Any:
     """A mapping under ``key`` of a JSON file; WeightError if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightError(f"cannot read {key!r} from {path}: {error!r}") from None
     if not isinstance(value, Mapping):
         raise WeightError(f"{key!r} in {path} is not an object")
     return dict(value)
+
+
+def _within(file: object) -> bool:
+    """Whether a file that an index names is in the checkpoint's directory."""
+    if not isinstance(file, str) or not file or "\\" in file or "\0" in file:
+        return False
+    path = PurePosixPath(file)
+    return not path.is_absolute() and ".." not in path.parts

@@ -78,7 +78,10 @@ def random_layer(
                 continue
             # Routers are sharp: logits of a few, so that top-k weights differ.
             deviation = gain[port] if w.k == 1 else (8.0 if dtype is torch.float32 else 1.0) * _fan_in(w, graph.tp)
-            values[w.name] = torch.randn(shape, generator=g, device=device, dtype=dtype).mul_(deviation)
+            drawn = torch.randn(shape, generator=g, device=device, dtype=dtype).mul_(deviation)
+            if w.padding:
+                drawn[-w.padding :] = 0
+            values[w.name] = drawn
     return LayerWeights(graph, rank, values)
 
 
@@ -89,9 +92,10 @@ def world_env(shards: list[LayerWeights]) -> dict[str, torch.Tensor | Callable[[
     elements. So rank L * S + j holds the shard with its output rows (of both halves of [gate; up]) rolled by 16 j.
     A K-sharded matrix's whole output is rolled, and its columns too, as its input comes from rolled rows. Of what is
     ``local``, rows are not rolled and neither are columns: no message carries them. A matrix of parts becomes each
-    part's rows of all ranks in turn. Where the sum is ``scattered``, rank L sums the contributions to its slice of the
-    rows, rolled by 16 j each, and stand-ins send that on, rolled again. Experts are callables that dequantise to fp32
-    and assemble one expert's matrix. Raises WeightError if n does not divide tp.
+    part's rows of all ranks in turn; of ``padding`` there is nothing in the whole. Where the sum is ``scattered``, rank
+    L sums the contributions to its slice of the rows, rolled by 16 j each, and stand-ins send that on, rolled again.
+    Experts are callables that dequantise to fp32 and assemble one expert's matrix. Raises WeightError if n does not
+    divide tp.
     """
     graph = shards[0].graph
     if graph.tp % len(shards):
@@ -100,7 +104,7 @@ def world_env(shards: list[LayerWeights]) -> dict[str, torch.Tensor | Callable[[
 
     def build(w: Weight, expert: int = 0) -> torch.Tensor:
         found = [s.matrix(w.name, expert) for s in (shards[:1] if w.shard is Shard.NONE else shards)]
-        plain = [x.dequantise() if isinstance(x, Nvfp4) else x for x in found]
+        plain = [(x.dequantise() if isinstance(x, Nvfp4) else x)[: w.rows - w.padding] for x in found]
         if w.shard is Shard.NONE:
             return plain[0]
         turns = [(x, ROTATION * j) for x in plain for j in range(stand_ins)]
@@ -111,7 +115,7 @@ def world_env(shards: list[LayerWeights]) -> dict[str, torch.Tensor | Callable[[
             return torch.cat([x.roll(ROTATION * j, 0) for x in sums for j in range(stand_ins)])
         if w.shard is Shard.K:
             return torch.cat([x.roll((by, 0 if w.local else by), (0, 1)) for x, by in turns], dim=1)
-        parts = w.parts or ((w.rows // 2,) * 2 if w.gate_up else (w.rows,))
+        parts = w.parts or ((w.rows // 2,) * 2 if w.gate_up else (w.rows - w.padding,))
         ranks = [[part.roll(0 if w.local else by, 0) for part in x.split(parts)] for x, by in turns]
         return torch.cat([part for same in zip(*ranks, strict=True) for part in same])
 

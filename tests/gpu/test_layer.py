@@ -64,7 +64,7 @@ def test_routes(layer: Any, experts: int) -> None:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "two-shot": {"options": {"all_reduce": "two_shot"}},
-    "no rotation": {"options": {"next_rope": "no"}},
+    "no rotation": {"options": {"following": "global"}},
     "split=nk, experts=bf16, tp=4, two-shot": {
         "options": {"split": "nk", "experts": "bf16", "all_reduce": "two_shot"}, "tp": 4,
     },

@@ -50,7 +50,7 @@ struct RingPolicy {
 };
 
 struct KernelPolicy {
-    static constexpr u32 kWarps = 5, kAbortOffset = 0, kRecordOffset = 128;
+    static constexpr u32 kWarps = 5, kRecordOffset = 128;
     static constexpr bool kBoundedWaits = true;
 };
 
@@ -75,6 +75,7 @@ struct Context {
         : p(host) {}
 
     __device__ __forceinline__ u8* heap() const { return p.sys.heap[p.sys.rank]; }
+    __device__ __forceinline__ const u8* aborted() const { return p.sys.abort[p.sys.rank]; }
 };
 
 } // namespace
@@ -181,6 +182,7 @@ extern "C" __global__ void ring(const __grid_constant__ Params<2> p) {
     constexpr u32 kTiles = 20, kWords = 128;
     Host host{};
     host.sys.heap[0] = reinterpret_cast<u8*>(p.in[1]);
+    host.sys.abort[0] = host.sys.heap[0];
     host.sys.live = host.sys.world = 1;
     host.sys.timeout_ns = 1000000000;
     Context ctx(host);

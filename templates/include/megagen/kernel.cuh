@@ -1,7 +1,7 @@
 // A warp's state, and how a kernel begins and ends.
 //
-// K, the kernel's policy: Params, kWarps, kBlocks, kCluster, kTokens, kPdl, kBoundedWaits, kAbortOffset, kRecordOffset,
-// kEpochOffset, Ring, Accum, Table, Stamps, and init_barriers(ctx).
+// K, the kernel's policy: Params, kWarps, kBlocks, kCluster, kTokens, kPdl, kBoundedWaits, kRecordOffset, kEpochOffset,
+// Ring, Accum, Table, Stamps, and init_barriers(ctx).
 #pragma once
 
 #include <megagen/comm/channel.cuh>
@@ -71,7 +71,7 @@ struct Context {
         odd = launches % 2;
         third = launches % 3;
         // Another rank may set the word just now: the lanes must agree.
-        dead = __any_sync(kFullMask, dead || ptx::ld_relaxed_sys(heap() + K::kAbortOffset) != 0);
+        dead = __any_sync(kFullMask, dead || ptx::ld_relaxed_sys(aborted()) != 0);
     }
 
     // Of a token of this launch: where it stands in its sequence, and which of the launch's tokens it sees (a bit each,
@@ -85,6 +85,9 @@ struct Context {
 
     // This rank's exchange memory.
     __device__ __forceinline__ u8* heap() const { return p.sys.heap[p.sys.rank]; }
+
+    // Not 0: a wait has expired, here or on another rank.
+    __device__ __forceinline__ const u8* aborted() const { return p.sys.abort[p.sys.rank]; }
 
     // Completed launches, as this block counts them.
     __device__ __forceinline__ u32 epoch() const { return ptx::ld_relaxed_gpu(heap() + K::kEpochOffset + 4 * block); }

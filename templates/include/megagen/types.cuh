@@ -18,6 +18,7 @@ constexpr u32 kMaxRanks = 8;
 // What every kernel gets beside its tensors. Mirrored by megagen/runtime.
 struct System {
     u8* heap[kMaxRanks];       // each live rank's exchange memory
+    u8* abort[kMaxRanks];      // each live rank's word that is not 0 once a wait has expired
     const u32* control;        // what this launch works on, see below
     const int* route_override; // [tokens][top_k] expert ids, -1 = keep; null = none
     u32 rank;                  // live rank
@@ -27,7 +28,7 @@ struct System {
     u8* stamps;                // this launch's, where the kernel makes some
     u32 reserved[6];
 };
-static_assert(sizeof(System) == 128, "runtime packs 128 bytes");
+static_assert(sizeof(System) == 192, "runtime packs 192 bytes");
 
 // Control words: [0] = tokens of this launch; then by name. Mirrored by megagen/runtime.
 constexpr u32 kControlContext = 1;    // tokens in the caches before

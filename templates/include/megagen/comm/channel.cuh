@@ -163,12 +163,12 @@ struct Channel {
         for (u32 d = 0; d < destinations(ctx); ++d) send_to(ctx, d, row, e, v);
     }
 
-    // Whole warp, after its share of a tile is sent.
+    // Whole warp, after its share of a tile is sent, or of `tiles`.
     template <class Ctx>
-    MEGAGEN_DEVICE void publish(const Ctx& ctx) {
+    MEGAGEN_DEVICE void publish(const Ctx& ctx, u32 tiles = 1) {
         if constexpr (D::kKind == Sync::kCounter) {
             __syncwarp();
-            if (ctx.lane == 0) ptx::red_add_release_gpu(counter(ctx, ctx.heap()), 1);
+            if (ctx.lane == 0) ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);
         } else if constexpr (D::kKind == Sync::kFlag) {
             __syncwarp();
             if (ctx.lane == 0) {
@@ -177,9 +177,9 @@ struct Channel {
                     const System& sys = ctx.p.sys;
 #pragma unroll 1
                     for (u32 peer = 0; peer < sys.live; ++peer)
-                        ptx::red_add_relaxed_sys(counter(ctx, sys.heap[peer]), sys.world / sys.live);
+                        ptx::red_add_relaxed_sys(counter(ctx, sys.heap[peer]), tiles * (sys.world / sys.live));
                 } else {
-                    ptx::red_add_relaxed_sys(counter(ctx, ctx.heap()), 1);
+                    ptx::red_add_relaxed_sys(counter(ctx, ctx.heap()), tiles);
                 }
             }
         }
@@ -324,6 +324,11 @@ struct Input {
     static constexpr u32 kElementBytes = D::kElementBytes;
 
     template <class Ctx>
+    MEGAGEN_DEVICE const u8* address(const Ctx& ctx, u64 element) {
+        return D::pointer(ctx.p) + element * D::kElementBytes;
+    }
+
+    template <class Ctx>
     MEGAGEN_DEVICE bool wait(Ctx& ctx) {
         return !ctx.dead;
     }
@@ -337,6 +342,13 @@ struct Input {
             v[i] = valid ? ptx::ld_global_v4(base + offset) : uint4{0, 0, 0, 0};
         }
         return !ctx.dead;
+    }
+
+    // One element of four bytes.
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 word(const Ctx& ctx, u32 index) {
+        static_assert(D::kElementBytes == 4, "an element is a word");
+        return ptx::ld_relaxed_gpu(D::pointer(ctx.p) + static_cast<u64>(index) * 4);
     }
 
     template <u32 kN, class Ctx, class Index>

@@ -43,9 +43,8 @@ MEGAGEN_DEVICE void report(const Ctx& ctx) {
 #pragma unroll
     for (u32 peer = 0; peer < kMaxRanks; ++peer) {
         if (peer < sys.live)
-            ptx::atom_cas_relaxed_sys(sys.heap[peer] + Ctx::Kernel::kAbortOffset, 0,
-                                      1 + (sys.rank * Ctx::Kernel::kBlocks + ctx.block) * Ctx::Kernel::kWarps +
-                                          ctx.warp);
+            ptx::atom_cas_relaxed_sys(
+                sys.abort[peer], 0, 1 + (sys.rank * Ctx::Kernel::kBlocks + ctx.block) * Ctx::Kernel::kWarps + ctx.warp);
     }
 }
 

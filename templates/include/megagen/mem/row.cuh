@@ -61,6 +61,14 @@ MEGAGEN_DEVICE void sum_parts(const uint4* v, float (&sum)[8]) {
     for (u32 e = 0; e < 8; ++e) sum[e] += 0.0f;
 }
 
+// Larger float, larger key: NaN 1, numbers up to 0xff800000, so none is the word that means empty. 0 is left for what
+// may not be chosen.
+MEGAGEN_DEVICE u32 order_key(float x) {
+    const u32 bits = __float_as_uint(x);
+    if (x != x) return 1;
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
 // 1 + w of eight consecutive elements; gains are kept as the checkpoint has them.
 MEGAGEN_DEVICE void load_gain(const u8* base, u32 element, float (&gain)[8]) {
 #pragma unroll

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <megagen/kernel.cuh>
-#include <megagen/mem/row.cuh>
+#include <megagen/mem/partials.cuh>
 
 namespace megagen::ops {
 
@@ -32,19 +32,11 @@ struct QkvHeads {
     static constexpr u32 kRowBlocks = kAll * kDim / kRowBlock;
     static constexpr u32 kRingChunks = Op::kRing / kKeyChunk;
     static_assert(Op::kRing % kKeyChunk == 0, "a ring of whole chunks");
-    static_assert(!Op::Partials::kClustered, "partial sums are read by other blocks");
 
     // Heads as the projection's rows have them.
     static constexpr u32 kFirstKey = Op::kHeads;
     static constexpr u32 kFirstValue = kFirstKey + Op::kKvHeads;
     static constexpr u32 kFirstGate = kFirstValue + Op::kKvHeads;
-
-    // Partial sums on their way at once, as registers allow: at most eight.
-    static __device__ __forceinline__ constexpr u32 batch() {
-        u32 n = Op::kChunks < 8 ? Op::kChunks : 8;
-        while (Op::kChunks % n != 0) --n;
-        return n;
-    }
 
     // Half a warp has a token of a head, a lane four consecutive dims.
     template <u32 kFirstWarp, class Ctx>
@@ -58,7 +50,8 @@ struct QkvHeads {
             const u32 head = unit / pairs, token = unit % pairs * 2 + ctx.lane / 16;
             const bool valid = token < ctx.tokens;
             float x[4] = {};
-            if (!sum(ctx, head, token, dim, valid, x)) return;
+            if (!sum_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>(ctx, head * kDim + dim, token, valid, x))
+                return;
             if (head < kFirstValue) {
                 norm(x, head < kFirstKey ? Op::kScale : 1.0f);
                 if constexpr (Op::kRotate != 0) {
@@ -67,31 +60,6 @@ struct QkvHeads {
             }
             if (valid) put(ctx, head, token, dim, uint2{ptx::cvt_bf16x2(x[0], x[1]), ptx::cvt_bf16x2(x[2], x[3])});
         }
-    }
-
-    // Chunks of K in ascending order.
-    template <class Ctx>
-    MEGAGEN_DEVICE bool sum(Ctx& ctx, u32 head, u32 token, u32 dim, bool valid, float (&x)[4]) {
-        constexpr u32 kBatch = batch();
-        const u32 row_block = head * (kDim / kRowBlock) + dim / kRowBlock;
-#pragma unroll 1
-        for (u32 c = 0; c < Op::kChunks; c += kBatch) {
-            uint4 v[kBatch];
-            const auto index = [&](u32 i) {
-                return (((c + i) * kRowBlocks + row_block) * Ctx::Kernel::kTokens + token) * kRowBlock +
-                       dim % kRowBlock;
-            };
-            if (!Op::Partials::read(ctx, v, valid, index)) return false;
-            Op::Partials::template release<kBatch>(ctx, valid, index);
-#pragma unroll
-            for (u32 i = 0; i < kBatch; ++i) {
-                float more[4];
-                unpack<4>(v[i], more);
-#pragma unroll
-                for (u32 e = 0; e < 4; ++e) x[e] += more[e];
-            }
-        }
-        return true;
     }
 
     MEGAGEN_DEVICE void norm(float (&x)[4], float scale) {

@@ -1,4 +1,4 @@
-// Centred RMSNorm, a token at a time on eight warps. See megagen/ops/rms_norm.py.
+// RMSNorm of rows, a token at a time on eight warps. See megagen/ops/rms_norm.py.
 #pragma once
 
 #include <megagen/kernel.cuh>
@@ -10,6 +10,8 @@ template <class Op>
 concept RmsNormPolicy = requires {
     Op::kWidth;
     Op::kEps;
+    Op::kCentred;
+    Op::kRoundInput;
     Op::kScratch;
     typename Op::In;
     typename Op::Out;
@@ -22,6 +24,7 @@ struct RmsNorm {
     static constexpr u32 kPer = 16 / Op::In::kElementBytes;
     using Slice = RowSlice<Op::kWidth, kPer>;
     static constexpr u32 kN = Slice::kVectors;
+    static constexpr float kFrom = Op::kCentred != 0 ? 1.0f : 0.0f; // what the weight is counted from
 
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
@@ -34,8 +37,8 @@ struct RmsNorm {
 #pragma unroll
             for (u32 e = 0; e < kPer; e += 4) {
                 const float4 x = ptx::ld_constant_f4(Op::gain(ctx.p) + (Slice::element(slice, ctx.lane, i) + e) * 4);
-                gain[i][e] = 1.0f + x.x, gain[i][e + 1] = 1.0f + x.y, gain[i][e + 2] = 1.0f + x.z,
-                gain[i][e + 3] = 1.0f + x.w;
+                gain[i][e] = kFrom + x.x, gain[i][e + 1] = kFrom + x.y, gain[i][e + 2] = kFrom + x.z,
+                gain[i][e + 3] = kFrom + x.w;
             }
         }
         if (!Op::In::wait(ctx)) return;
@@ -51,7 +54,10 @@ struct RmsNorm {
             for (u32 i = 0; i < kN; ++i) {
                 unpack<kPer>(v[i], x[i]);
 #pragma unroll
-                for (u32 e = 0; e < kPer; ++e) square[0] = fmaf(x[i][e], x[i][e], square[0]);
+                for (u32 e = 0; e < kPer; ++e) {
+                    if constexpr (Op::kRoundInput != 0) x[i][e] = round_bf16(x[i][e]);
+                    square[0] = fmaf(x[i][e], x[i][e], square[0]);
+                }
             }
             if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square))
                 return;

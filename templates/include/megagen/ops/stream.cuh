@@ -21,7 +21,7 @@ struct WeightStream {
         const u64 policy = cache_policy<kHint>();
 #pragma unroll 1
         for (u32 i = n * kFirst / kWhole; i < last; ++i)
-            if (!Ctx::Ring::template load<kInFlight, kHint>(ctx, Tiles::source(ctx, i), kBytes, policy)) return;
+            if (!Ctx::Ring::template load<kInFlight, kHint>(ctx, {{Tiles::source(ctx, i), kBytes}}, policy)) return;
     }
 
     template <u32 kFirst, u32 kLast, Hint kL2Hint, class Ctx>

@@ -68,13 +68,6 @@ struct TopK {
     static_assert(Op::kExperts <= 32 * kPer && Op::kExperts % kPer == 0 && Op::kTopK == 8,
                   "one warp ranks a token's experts");
 
-    // Larger float, larger key; NaN below every number, 0 below NaN (taken already).
-    MEGAGEN_DEVICE u32 key(float score) {
-        const u32 bits = __float_as_uint(score);
-        if (score != score) return 1;
-        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    }
-
     template <class Ctx>
     MEGAGEN_DEVICE void select(Ctx& ctx) {
         if (!Op::Logits::wait(ctx)) return;
@@ -110,7 +103,7 @@ struct TopK {
 #pragma unroll
             for (u32 i = 0; i < kPer; ++i) {
                 p[i] = __fdividef(1.0f, 1.0f + __expf(-(p[i] * Op::kMultiplier)));
-                keys[i] = valid ? key(p[i] + bias[i]) : 0;
+                keys[i] = valid ? order_key(p[i] + bias[i]) : 0; // 0: taken already
             }
             u32 id = 0; // lane s: the expert of slot s
 #pragma unroll 1

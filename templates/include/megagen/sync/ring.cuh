@@ -1,4 +1,5 @@
-// The weight ring: one producer warp fills stages with bulk copies, the math warps drain them in the same order.
+// The ring of all streams: one producer warp fills stages with bulk copies, the math warps drain them in the same
+// order.
 #pragma once
 
 #include <megagen/ptx/bulk.cuh>
@@ -14,6 +15,12 @@ MEGAGEN_DEVICE u64 cache_policy() {
     return ptx::policy_evict_first();
 }
 
+// A part of a stage: so many bytes, after those of the parts before it.
+struct Piece {
+    const void* source;
+    u32 bytes;
+};
+
 // R: kStages, kStageBytes, kOffset, and the barrier families Full and Empty.
 template <class R>
 struct Ring {
@@ -26,8 +33,11 @@ struct Ring {
     }
 
     // Producer warp. Waits for the slot, and until fewer than kInFlight earlier stages are still under way.
-    template <u32 kInFlight, Hint kHint, class Ctx>
-    MEGAGEN_DEVICE bool load(Ctx& ctx, const void* src, u32 bytes, u64 policy) {
+    template <u32 kInFlight, Hint kHint, class Ctx, u32 kPieces>
+    MEGAGEN_DEVICE bool load(Ctx& ctx, const Piece (&pieces)[kPieces], u64 policy) {
+        u32 bytes = 0;
+#pragma unroll
+        for (u32 i = 0; i < kPieces; ++i) bytes += pieces[i].bytes;
         if (!Empty::wait(ctx, ctx.ring.slot, ctx.ring.phase ^ 1)) return false;
         if constexpr (kInFlight < R::kStages) {
             if (ctx.ring_loads >= kInFlight) {
@@ -39,10 +49,15 @@ struct Ring {
         if (ctx.lane == 0) {
             const u32 bar = Full::address(ctx, ctx.ring.slot);
             ptx::mbarrier_arrive_expect_tx(bar, bytes);
-            if constexpr (kHint == Hint::kEvictNormal)
-                ptx::bulk_load(stage(ctx), src, bytes, bar);
-            else
-                ptx::bulk_load_hint(stage(ctx), src, bytes, bar, policy);
+            u32 to = stage(ctx);
+#pragma unroll
+            for (u32 i = 0; i < kPieces; ++i) {
+                if constexpr (kHint == Hint::kEvictNormal)
+                    ptx::bulk_load(to, pieces[i].source, pieces[i].bytes, bar);
+                else
+                    ptx::bulk_load_hint(to, pieces[i].source, pieces[i].bytes, bar, policy);
+                to += pieces[i].bytes;
+            }
         }
         __syncwarp();
         ctx.stamps.loads(ctx, R::Full::kIndex, ctx.ring.slot, bytes);

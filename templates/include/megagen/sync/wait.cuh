@@ -26,7 +26,7 @@ MEGAGEN_DEVICE bool wait_until(Ctx& ctx, u32 edge, u32 slot, u32 phase, Ready re
             const u32 now = ptx::globaltimer_lo();
             if (spin == kPollsPerCheck - 1) began = now;
             const bool expired = K::kBoundedWaits && now - began > ctx.p.sys.timeout_ns && ctx.p.sys.timeout_ns != 0;
-            const bool woken = ptx::ld_relaxed_sys(ctx.heap() + K::kAbortOffset) != 0;
+            const bool woken = ptx::ld_relaxed_sys(ctx.aborted()) != 0;
             if (__any_sync(kFullMask, expired || woken)) {
                 debug::give_up(ctx, !ok, woken ? debug::kWoken : debug::kExpired, edge, slot, phase);
                 return false;

@@ -1,0 +1,115 @@
+"""How a layer of Muse Spark is placed, whatever its attention and whatever follows it.
+
+Warp 0 streams every weight of the layer through one ring that runs ahead across ops: while one op waits for its input,
+the next op's weights already land. Only the experts' wait for the routing. Warps 4 to 11 attend, multiply and
+normalise; warp 2 sums the partial results and sends them, warp 3 finishes what has several of them, warp 1 routes and
+keeps house. Nothing waits for a fence.
+"""
+
+from megagen.dsl import (
+    ALL_ONES,
+    L2,
+    POSITIVE_ZERO,
+    Graph,
+    KiB,
+    Machine,
+    Schedule,
+    by_reader,
+    cluster,
+    counter,
+    evict_first,
+    flag,
+    lamport,
+)
+
+WARPS = 12
+
+
+def named(stem: str, experts: str, following: str) -> str:
+    """A kernel's name says what is not usual about it."""
+    return "_".join([stem, *["bf16"] * (experts == "bf16"), *[f"then_{following}"] * (following != "sliding")])
+
+
+def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None, all_reduce: str) -> Schedule:
+    """The schedule of ``g``, all of a layer."""
+    s = Schedule(name, g, machine, warps=WARPS, choices=choices)
+
+    ring = s.ring(stages=s.choice("ring_stages", 3, 4, 5), stage_bytes=36 * KiB)
+    swap = s.choice("roles", "usual", "moved") == "moved"
+    producer, tables, reducer, finisher = (s.warp(i) for i in ((3, 2, 1, 0) if swap else (0, 1, 2, 3)))
+    math = s.warps(4, 12)
+
+    projection = [g.next_qkvg] if "next_qkvg" in g else []
+    dense = [g.o_proj, g.router, g.pooler, g.unpooler, *projection]
+    streams = [*dense, g.gate_up, g.down]
+    s.assign(streams, load_weights=producer, math=math, reduce=reducer)
+    finished = [op for op in dense if "finish" in op.roles]
+    s.assign(finished, finish=finisher)
+    s.assign(g.attention, attend=math, merge=math)
+    s.assign([g.post_attention, g.pre_expert_norm, g.combine, g.residual], compute=math)
+    s.assign(g.top_k, select=finisher if swap else tables, tables=tables)
+    s.reset(by=tables)
+
+    s.hint([op.weight for op in streams], evict_first)
+    # One stage under way at a time is enough of a stream, and hand-offs pass quicker beside it.
+    cap = s.choice("in_flight", "36", "72", "none")
+    if cap != "none":
+        s.in_flight(int(cap) * KiB)
+
+    if "load" in g.attention.roles:
+        # Keys and values come through the ring, and the math warps have nothing else to wait for.
+        s.assign(g.attention, load=producer)
+        s.in_flight(72 * KiB, during=g.attention)
+    elif s.choice("o_proj", "ring", "quarter") == "quarter":
+        # While attention runs the ring fills with o_proj's weights: as many as it holds, or a quarter of them.
+        s.prefetch(g.o_proj.weight, into=ring, share=1 / 4, during=g.attention)
+
+    kind = s.choice("sync", "lamport", "counter", "cluster", "flag")
+    others = {"counter": counter(), "cluster": cluster(), "flag": flag()}
+    partials = others.get(kind, lamport(ALL_ONES, reset=by_reader))
+    handed = others[kind] if kind in ("counter", "flag") else lamport(ALL_ONES, reset=by_reader)
+    local = lamport(ALL_ONES) if kind in ("lamport", "cluster") else others[kind]
+    exchange = flag() if kind == "flag" else lamport(ALL_ONES, copies=3)
+    empty = s.choice("summed", ALL_ONES, POSITIVE_ZERO)
+    summed = flag() if kind == "flag" else lamport(empty, copies=3)
+
+    for op in finished:
+        s.sync(op.reduce >> op.finish, partials)
+    s.sync(g.attention.attend >> g.attention.merge, handed)
+    s.sync(g.attention >> g.o_proj, local)
+    if all_reduce == "two_shot":
+        s.assign(g.all_reduce, sum=finisher)
+        s.sync(g.o_proj >> g.all_reduce, summed)
+        s.sync(g.all_reduce >> g.post_attention, exchange)
+    else:
+        s.sync(g.o_proj >> g.post_attention, summed)
+    s.sync(g.post_attention >> g.residual, handed)
+    s.sync(g.post_attention >> g.router, local)
+    s.sync(g.router.reduce >> g.top_k.select, local)
+    s.sync(g.pooler >> g.pre_expert_norm, exchange)
+    s.sync(g.pre_expert_norm >> g.gate_up, local)
+    s.sync(g.gate_up >> g.down, exchange)
+    s.sync(g.down >> g.combine, exchange)
+    s.sync(g.combine >> g.unpooler, local)
+    s.sync(g.unpooler >> g.residual, exchange)
+
+    if projection:
+        # During the layer's last norm the ring holds the first of the next projection's weights. L2 may be asked for
+        # the rest; on an H200 that costs more in the norm's own hand-offs than it saves afterwards.
+        share = s.choice("next_qkvg", "ring", "3/8", "1/2")
+        points = {"residual": g.residual, "combine": g.combine}
+        point = points[s.choice("next_qkvg_before", "residual", "combine")]
+        if share != "ring":
+            above, below = map(int, share.split("/"))
+            s.prefetch(g.next_qkvg.weight, into=ring | L2, share=above / below, by=finisher, before=point)
+        s.assign(g.next_heads, write=math)
+        s.sync(g.residual >> g.next_qkvg, local)
+        s.sync(g.next_qkvg >> g.next_heads, handed)
+
+    s.launch(
+        cluster=s.choice("cluster", 1, 2),
+        pdl=True,
+        early_trigger=s.choice("early_trigger", False, True),
+        registers=(120, 192),
+    )
+    return s

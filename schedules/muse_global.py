@@ -1,0 +1,34 @@
+"""A layer of Muse Spark that attends to its whole context, in one persistent kernel: to the next layer's KV write.
+
+The placement is that of every layer, see _layer.py.
+"""
+
+from _layer import layer, named
+
+from megagen.dsl import Machine, Schedule
+from megagen.models import muse_spark
+
+
+def schedule(
+    machine: Machine,
+    tp: int = 8,
+    tokens: int = 16,
+    choices: dict[str, str] | None = None,
+    split: str = "nn",
+    experts: str = "nvfp4",
+    all_reduce: str = "one_shot",
+    following: str = "sliding",
+    positions: int = muse_spark.POSITIONS,
+    config: muse_spark.MuseSparkConfig | None = None,
+) -> Schedule:
+    g = muse_spark.global_layer(
+        tp=tp,
+        tokens=tokens,
+        split=split,
+        experts=experts,
+        all_reduce=all_reduce,
+        following=following,
+        positions=positions,
+        config=config,
+    )
+    return layer(named("muse_global", experts, following), g, machine, choices, all_reduce)

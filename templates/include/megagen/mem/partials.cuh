@@ -1,0 +1,42 @@
+// Partial sums of a dense GEMM [chunk of K][row block][token][16], added by whoever needs few rows of a token at a
+// time.
+#pragma once
+
+#include <megagen/mem/row.cuh>
+
+namespace megagen {
+
+// Chunks whose sums are on their way at once, as registers allow: at most eight.
+template <u32 kChunks>
+MEGAGEN_DEVICE constexpr u32 chunk_batch() {
+    u32 n = kChunks < 8 ? kChunks : 8;
+    while (kChunks % n != 0) --n;
+    return n;
+}
+
+// x += rows `row` to `row` + 3 of a token, chunks of K in ascending order. The places are handed back.
+template <class Partials, u32 kRowBlocks, u32 kChunks, class Ctx>
+MEGAGEN_DEVICE bool sum_chunks(Ctx& ctx, u32 row, u32 token, bool valid, float (&x)[4]) {
+    static_assert(!Partials::kClustered, "partial sums are read by other blocks");
+    constexpr u32 kBatch = chunk_batch<kChunks>();
+#pragma unroll 1
+    for (u32 c = 0; c < kChunks; c += kBatch) {
+        uint4 v[kBatch];
+        const auto index = [&](u32 i) {
+            return (((c + i) * kRowBlocks + row / kRowBlock) * Ctx::Kernel::kTokens + token) * kRowBlock +
+                   row % kRowBlock;
+        };
+        if (!Partials::read(ctx, v, valid, index)) return false;
+        Partials::template release<kBatch>(ctx, valid, index);
+#pragma unroll
+        for (u32 i = 0; i < kBatch; ++i) {
+            float more[4];
+            unpack<4>(v[i], more);
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) x[e] += more[e];
+        }
+    }
+    return true;
+}
+
+} // namespace megagen

@@ -1,0 +1,133 @@
+// The head's partial sums to logits, and each token's largest over all ranks. See megagen/ops/choose.py.
+//
+// Candidates travel as a logit's key and its row, both u32. No key is the word that means empty (order_key), nor is a
+// row. What is no candidate has key 0, which no real one has: every rank has rows of the vocabulary, and the key of a
+// NaN is 1.
+#pragma once
+
+#include <megagen/kernel.cuh>
+#include <megagen/mem/partials.cuh>
+
+namespace megagen::ops {
+
+template <class Op>
+concept ChoosePolicy = requires {
+    Op::kRows;
+    Op::kPadding;
+    Op::kChunks;
+    Op::kParts;
+    Op::kMultiplier;
+    Op::kCap;
+    typename Op::Partials;
+    typename Op::Logits;
+    typename Op::Bests;
+    typename Op::Votes;
+    typename Op::Ids;
+};
+
+template <ChoosePolicy Op>
+struct Choose {
+    static constexpr u32 kWarps = 8;
+    static constexpr u32 kTogether = 64; // rows of a group
+    static constexpr u32 kGroups = (Op::kRows + kTogether - 1) / kTogether;
+    static constexpr u32 kVectors = (kGroups + 1) / 2; // of a token's bests: two groups each
+    static constexpr u32 kReal = Op::kRows - Op::kPadding;
+    static constexpr u32 kVote = 16 * Op::kParts; // words: a pair over and over, which no rotation changes
+    static_assert(Op::kRows % kRowBlock == 0 && kReal > 0 && kReal <= Op::kRows, "whole row blocks, with some rows");
+
+    struct Candidate {
+        u32 key;
+        u32 row;
+
+        // The larger logit, or the lower row.
+        __device__ __forceinline__ void meet(u32 other_key, u32 other_row) {
+            if (other_key > key || (other_key == key && other_row < row)) key = other_key, row = other_row;
+        }
+    };
+
+    // Half a warp has a token of a group, a lane four consecutive rows.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void score(Ctx& ctx) {
+        const u32 pairs = (ctx.tokens + 1) / 2;
+        const Range mine = share_of(kGroups * pairs, ctx.block, Ctx::Kernel::kBlocks);
+        if (mine.first == mine.last || !Op::Partials::wait(ctx)) return;
+#pragma unroll 1
+        for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
+            const u32 group = unit / pairs, first = unit % pairs * 2, token = first + ctx.lane / 16;
+            const u32 row = group * kTogether + ctx.lane % 16 * 4;
+            const bool valid = token < ctx.tokens && row < Op::kRows;
+            float x[4] = {};
+            if (!sum_chunks<typename Op::Partials, Op::kRows / kRowBlock, Op::kChunks>(ctx, row, token, valid, x))
+                return;
+            Candidate best{0, row};
+            u32 word[4];
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) {
+                const bool real = row + e < kReal;
+                const float logit = cap(x[e]);
+                word[e] = real ? __float_as_uint(logit) : 0xff800000u;
+                if (real) best.meet(order_key(logit), row + e);
+            }
+            if (valid) Op::Logits::send(ctx, token, row, uint4{word[0], word[1], word[2], word[3]});
+#pragma unroll
+            for (u32 d = 8; d > 0; d /= 2)
+                best.meet(__shfl_xor_sync(kFullMask, best.key, d), __shfl_xor_sync(kFullMask, best.row, d));
+            if (ctx.lane % 16 == 0 && token < ctx.tokens) {
+                Op::Bests::send(ctx, token, 2 * group, uint2{best.key, best.row});
+                if (kGroups % 2 != 0 && group == kGroups - 1) Op::Bests::send(ctx, token, 2 * kGroups, uint2{0, 0});
+            }
+            Op::Bests::publish(ctx);
+            if (first + 1 < ctx.tokens) Op::Bests::publish(ctx);
+        }
+    }
+
+    // Zero is +0, so that both zeros are alike.
+    MEGAGEN_DEVICE float cap(float x) { return Op::kCap * tanhf(x * Op::kMultiplier) + 0.0f; }
+
+    // This rank's vote for a token goes to all ranks.
+    template <class Ctx>
+    MEGAGEN_DEVICE void pick(Ctx& ctx) {
+        constexpr u32 kEach = (kVectors + 31) / 32, kBatch = kEach < 8 ? kEach : 8;
+        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        if (mine.first == mine.last || !Op::Bests::wait(ctx)) return;
+#pragma unroll 1
+        for (u32 token = mine.first; token < mine.last; ++token) {
+            Candidate best{0, 0};
+#pragma unroll 1
+            for (u32 at = 0; at < kVectors; at += 32 * kBatch) {
+                uint4 v[kBatch];
+                const auto vector = [&](u32 i) { return at + i * 32 + ctx.lane; };
+                const auto wanted = [&](u32 i) { return vector(i) < kVectors; };
+                const auto index = [&](u32 i) { return (token * kVectors + vector(i)) * 4; };
+                if (!Op::Bests::read_where(ctx, v, wanted, index)) return;
+                Op::Bests::template release_where<kBatch>(ctx, wanted, index);
+#pragma unroll
+                for (u32 i = 0; i < kBatch; ++i) best.meet(v[i].x, v[i].y), best.meet(v[i].z, v[i].w);
+            }
+            const u32 key = __reduce_max_sync(kFullMask, best.key);
+            const u32 row = __reduce_min_sync(kFullMask, best.key == key ? best.row : ~0u);
+#pragma unroll 1
+            for (u32 e = ctx.lane * 4; e < kVote; e += 128) Op::Votes::send(ctx, token, e, uint4{key, row, key, row});
+            Op::Votes::publish(ctx);
+        }
+    }
+
+    // All ranks choose the same. A rank's rows are lower ids than those of the ranks after it.
+    template <class Ctx>
+    MEGAGEN_DEVICE void agree(Ctx& ctx) {
+        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        if (mine.first == mine.last || !Op::Votes::wait(ctx)) return;
+#pragma unroll 1
+        for (u32 token = mine.first; token < mine.last; ++token) {
+            uint4 v[1];
+            if (!Op::Votes::read(ctx, v, ctx.lane < Op::kParts,
+                                 [&](u32) { return (token * Op::kParts + ctx.lane) * kVote; }))
+                return;
+            const u32 key = __reduce_max_sync(kFullMask, v[0].x);
+            const u32 winner = __ffs(__ballot_sync(kFullMask, v[0].x == key)) - 1;
+            if (ctx.lane == winner) Op::Ids::send(ctx, 0, token, winner * kReal + v[0].y);
+        }
+    }
+};
+
+} // namespace megagen::ops

@@ -1,0 +1,301 @@
+// Attention over a growing cache, up to 16 tokens at once: spans of keys and values pass through the block's ring, each
+// once, and a warp a query head reads them there. See megagen/ops/global_attention.py.
+#pragma once
+
+#include <megagen/ops/attention_tile.cuh>
+#include <megagen/ops/stream.cuh>
+
+namespace megagen::ops {
+
+template <class Op>
+concept GlobalAttentionPolicy = requires {
+    Op::kHeads;
+    Op::kKvHeads;
+    Op::kCapacity;
+    Op::kSpans;
+    Op::kScale;
+    Op::kEps;
+    Op::kStageBytes;
+    Op::kHint;
+    typename Op::Q;
+    typename Op::Gate;
+    typename Op::Keys;
+    typename Op::Values;
+    typename Op::Partials;
+    typename Op::Out;
+};
+
+// Stretches of a cache whose keys are summed on their own, counted in chunks: 64 of four, then 32 for each doubling.
+// Mirrored by megagen/ops/global_attention.py.
+struct Spans {
+    static constexpr u32 kFirst = 64;  // spans of
+    static constexpr u32 kChunks = 4;  // chunks
+    static constexpr u32 kOctave = 32; // spans of a doubling
+    static constexpr u32 kBase = kFirst * kChunks;
+
+    MEGAGEN_DEVICE u32 size(u32 i) { return i < kFirst ? kChunks : kBase / kOctave << (i - kFirst) / kOctave; }
+    MEGAGEN_DEVICE u32 start(u32 i) {
+        if (i < kFirst) return i * kChunks;
+        return (kBase + (i - kFirst) % kOctave * (kBase / kOctave)) << (i - kFirst) / kOctave;
+    }
+    MEGAGEN_DEVICE u32 of(u32 chunk) {
+        if (chunk < kBase) return chunk / kChunks;
+        const u32 octave = 31 - __clz(static_cast<int>(chunk / kBase));
+        return kFirst + octave * kOctave + ((chunk >> octave) - kBase) / (kBase / kOctave);
+    }
+};
+
+// A block's share of units, which are a kv head and a span each. All live ones stand in one row, measured in chunks:
+// spans descending, of each its kv heads. So their sizes descend too, and as these are powers of two, a unit stands at
+// a multiple of its size. The last span, which is as long as the sequence has it, stands first and takes as much room
+// as the largest of all. The row is cut into one bin a block, of a multiple of the largest size: no unit lies across a
+// cut.
+template <u32 kKvHeads, u32 kBlocks>
+struct SpanUnits {
+    u32 span;   // this unit's
+    u32 head;   // and its kv head
+    u32 chunks; // of the last span, rounded up to whole stages
+    u32 last;   // the last span
+    u32 room;   // of the last span
+    u32 at;     // this unit's place in the row
+    u32 end;    // of this block's bin
+    bool any;
+
+    template <class Ctx>
+    __device__ __forceinline__ explicit SpanUnits(const Ctx& ctx) {
+        const u32 all = (ctx.context + ctx.tokens - 1) / kKeyChunk + 1;
+        last = Spans::of(all - 1);
+        const u32 before = Spans::start(last);
+        chunks = (all - before + 1) & ~1u;
+        u32 shift = chunks > 2 ? 32 - __clz(static_cast<int>(chunks - 1)) : 1;
+        const u32 larger = last == 0 ? 0 : 31 - __clz(static_cast<int>(Spans::size(last - 1)));
+        shift = shift > larger ? shift : larger;
+        room = 1u << shift;
+        const u32 row = kKvHeads * (room + before);
+        const u32 bin = (((row + kBlocks - 1) / kBlocks + room - 1) >> shift) << shift;
+        at = ctx.block * bin;
+        end = at + bin < row ? at + bin : row;
+        any = at < end;
+        span = last, head = at >> shift;
+        if (any && head >= kKvHeads) {
+            const u32 back = at - kKvHeads * room; // units of whole spans before this one, from the last to the first
+            span = Spans::of(before - 1 - back / kKvHeads);
+            head = (back - kKvHeads * (before - Spans::start(span + 1))) / Spans::size(span);
+        }
+    }
+
+    // Of this unit, in chunks of its kv head's cache.
+    __device__ __forceinline__ u32 begin() const { return Spans::start(span); }
+    __device__ __forceinline__ u32 count() const { return span == last ? chunks : Spans::size(span); }
+
+    __device__ __forceinline__ void next() {
+        at += span == last ? room : Spans::size(span);
+        any = at < end;
+        if (++head == kKvHeads) head = 0, --span;
+    }
+};
+
+// Partials: rows (span, head, token) of 64 weighted sums of V, then the largest score and the sum of weights.
+template <GlobalAttentionPolicy Op>
+struct GlobalAttention : AttentionTile {
+    static constexpr u32 kWarps = 8;
+    static constexpr u32 kGroup = Op::kHeads / Op::kKvHeads;
+    static constexpr u32 kWidth = Op::kHeads * kHeadDim;
+    static constexpr u32 kStageChunks = 2;
+    static constexpr u32 kChunkBytes = kKeyChunk * kHeadDim * 2;  // of keys, and of values
+    static constexpr u32 kSideBytes = kStageChunks * kChunkBytes; // in a stage
+    static constexpr u32 kHeadChunks = Op::kCapacity / kKeyChunk; // of a kv head's cache
+    static_assert(Op::kHeads % Op::kKvHeads == 0 && kGroup <= kWarps, "a warp a query head");
+    static_assert(Op::kCapacity % (kStageChunks * kKeyChunk) == 0, "whole stages");
+    static_assert(Op::kStageBytes == 2 * kSideBytes, "a stage is keys and values of two chunks");
+    static_assert(!Op::Partials::kClustered, "partial results are read by other blocks");
+
+    template <class Ctx>
+    using Units = SpanUnits<Op::kKvHeads, Ctx::Kernel::kBlocks>;
+
+    // The producer: for each of the block's units its stages, ascending.
+    template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
+    MEGAGEN_DEVICE void load(Ctx& ctx) {
+        static_assert(kFirst == 0 && kLast == kWhole, "a stream of tensors comes in one piece");
+        constexpr Hint kHint = static_cast<Hint>(Op::kHint);
+        if (!Op::Keys::wait(ctx) || !Op::Values::wait(ctx)) return;
+        ptx::fence_proxy_async_global(); // threads wrote them, bulk copies read them
+        const u64 policy = cache_policy<kHint>();
+#pragma unroll 1
+        for (Units<Ctx> unit(ctx); unit.any; unit.next()) {
+            const u32 first = unit.head * kHeadChunks + unit.begin();
+#pragma unroll 1
+            for (u32 c = 0; c < unit.count(); c += kStageChunks) {
+                const u64 element = static_cast<u64>(first + c) * (kKeyChunk * kHeadDim);
+                const Piece pieces[2] = {{Op::Keys::address(ctx, element), kSideBytes},
+                                         {Op::Values::address(ctx, element), kSideBytes}};
+                if (!Ctx::Ring::template load<kInFlight, kHint>(ctx, pieces, policy)) return;
+            }
+        }
+    }
+
+    // Warps kFirstWarp .. kFirstWarp + 7, each a query head of the unit's kv head. Where fewer share it, the other
+    // warps hand the stages on.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void attend(Ctx& ctx) {
+        if (!Op::Q::wait(ctx)) return;
+        const u32 warp = ctx.warp - kFirstWarp;
+        const Rows rows(ctx);
+        Units<Ctx> unit(ctx);
+        const u32 dead =
+            (Op::kSpans - unit.last - 1) * Op::kHeads; // nobody works on these, and their readers count them
+        const Range idle = share_of(dead, ctx.block * kWarps + warp, Ctx::Kernel::kBlocks * kWarps);
+        u32 done = idle.last - idle.first;
+#pragma unroll 1
+        for (; unit.any; unit.next()) {
+            if (warp < kGroup) {
+                if (!attend(ctx, rows, unit, unit.head * kGroup + warp)) return;
+                ++done;
+            } else {
+#pragma unroll 1
+                for (u32 c = 0; c < unit.count(); c += kStageChunks) {
+                    if (!Ctx::Ring::acquire(ctx)) return;
+                    Ctx::Ring::release(ctx, 0);
+                }
+            }
+        }
+        Op::Partials::publish(ctx, done);
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Rows& rows, const Units<Ctx>& unit, u32 head) {
+        uint4 q[2][2];
+        if (!queries<typename Op::Q, kWidth>(ctx, head, q)) return false;
+        u32 a[2][kWords];
+        words_of(q[0], 0, a[0]);
+        words_of(q[1], 0, a[1]);
+        float most[2] = {__uint_as_float(kNone), __uint_as_float(kNone)}, sum[2] = {}, o[kTiles][4] = {};
+        const u32 first = unit.begin(), n = unit.count();
+#pragma unroll 1
+        for (u32 c = 0; c < n; c += kStageChunks) {
+            if (!Ctx::Ring::acquire(ctx)) return false;
+            const u32 stage = Ctx::Ring::stage(ctx);
+#pragma unroll 1
+            for (u32 i = 0; i < kStageChunks; ++i)
+                fold(ctx, rows, a, (first + c + i) * kKeyChunk, stage + i * kChunkBytes, most, sum, o);
+            float consumed = 0; // every product of values is in it, and theirs are weights of all keys
+#pragma unroll
+            for (u32 d = 0; d < kTiles; ++d) consumed += o[d][0];
+            Ctx::Ring::release(ctx, consumed);
+        }
+        sum[0] = quad_sum(sum[0]);
+        sum[1] = quad_sum(sum[1]);
+        send_partials<typename Op::Partials>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
+        return true;
+    }
+
+    // One more chunk, of numbers from `start`, into a head's running sums: its keys are at `keys` in shared memory. A
+    // row that sees none of it keeps its sums to the last bit. `sum` is of this lane's keys only.
+    template <class Ctx>
+    MEGAGEN_DEVICE void fold(const Ctx& ctx, const Rows& rows, const u32 (&a)[2][kWords], u32 start, u32 keys,
+                             float (&most)[2], float (&sum)[2], float (&o)[kTiles][4]) {
+        const u32 t = ctx.lane % 4;
+        float s[kTiles][4] = {}; // rows g (0, 1) and g + 8 (2, 3), keys 16 t + 2 n and the next
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            uint4 k[kTiles];
+            fragments(ctx, keys, half, k);
+            multiply(s, half, left(a), k, 0);
+        }
+        if (start + kKeyChunk > ctx.context) {
+#pragma unroll
+            for (u32 h = 0; h < 2; ++h) mask(seen(ctx, 0, rows.ancestors[h], start + t * 16), h, s);
+        }
+        u32 p[kTiles][2];
+        float keep[2];
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            const float now = larger(most[h], quad_max(most_of(s, h, s[0][2 * h])));
+            const float shift = now == __uint_as_float(kNone) ? 0.0f : -(now * Op::kScale);
+            keep[h] = now == most[h] ? 1.0f : __expf((most[h] - now) * Op::kScale);
+            most[h] = now;
+            sum[h] = fmaf(sum[h], keep[h], weights_of(s, h, Op::kScale, shift, 0, p));
+        }
+        if (__any_sync(kFullMask, keep[0] != 1.0f || keep[1] != 1.0f)) {
+#pragma unroll
+            for (u32 n = 0; n < kTiles; ++n) {
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) o[n][e] *= keep[e / 2];
+            }
+        }
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            uint4 v[kTiles];
+            fragments(ctx, keys + kSideBytes, half, v);
+            const u32 end = ctx.context + ctx.tokens;
+            if (start + kKeyChunk > end) drop_unseen(0, end, start + t * 16, v);
+            multiply(o, half, left(p), v, 0);
+        }
+    }
+
+    // Four tiles of a chunk: 32 bytes of a row to a lane. Rows are 128 bytes apart, so neighbours in g would meet in
+    // the same banks: the odd ones read their second half first. Then each eight lanes that read at once touch all
+    // banks.
+    template <class Ctx>
+    MEGAGEN_DEVICE void fragments(const Ctx& ctx, u32 chunk, u32 half, uint4 (&v)[kTiles]) {
+        const u32 g = ctx.lane / 4, t = ctx.lane % 4;
+        const bool odd = g % 2 != 0;
+        const u32 row = chunk + (g / 2 * 16 + g % 2 + half * kTiles) * (kHeadDim * 2);
+        const u32 one = row + (2 * t + g % 2) * 16, other = row + (2 * t + 1 - g % 2) * 16;
+#pragma unroll
+        for (u32 i = 0; i < kTiles / 2; ++i) {
+            const u32 tile = i * 2 * (kHeadDim * 2);
+            const uint4 x = ptx::ld_shared_v4(one + tile), y = ptx::ld_shared_v4(other + tile);
+            v[2 * i] = odd ? y : x;
+            v[2 * i + 1] = odd ? x : y;
+        }
+    }
+
+    // A warp has a token of a head: lane i the statistics of span i of every 32, then of every second span four dims.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void merge(Ctx& ctx) {
+        constexpr u32 kStats = (Op::kSpans + 31) / 32, kBatch = 16;
+        constexpr u64 kStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow; // from span to span
+        const Range mine = share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks);
+        if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
+        const u32 live = Spans::of((ctx.context + ctx.tokens - 1) / kKeyChunk) + 1;
+        const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
+#pragma unroll 1
+        for (u32 i = mine.first + ctx.warp - kFirstWarp; i < mine.last; i += kWarps) {
+            const u32 token = i / Op::kHeads, head = i % Op::kHeads;
+            uint4 gate[1];
+            if (!Op::Gate::read(ctx, gate, true, [&](u32) { return token * kWidth + head * kHeadDim + dim / 8 * 8; }))
+                return;
+            const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
+            const auto has = [&](u32 j) { return j * 32 + ctx.lane < live; };
+            const auto statistic = [&](u32 j) { return row + (j * 32 + ctx.lane) * kStride + kHeadDim; };
+            uint4 stats[kStats];
+            if (!Op::Partials::read_where(ctx, stats, has, statistic)) return;
+            Op::Partials::template release_where<kStats>(ctx, has, statistic);
+            float weight[kStats], x[4] = {};
+            const float scale = weigh(has, Op::kScale, stats, weight);
+#pragma unroll 1
+            for (u32 b = 0; b * 32 < live; ++b) {
+                const auto wanted = [&](u32 j) { return b * 32 + 2 * j + half < live; };
+                const auto index = [&](u32 j) { return row + (b * 32 + 2 * j + half) * kStride + dim; };
+                uint4 v[kBatch];
+                if (!Op::Partials::read_where(ctx, v, wanted, index)) return;
+                Op::Partials::template release_where<kBatch>(ctx, wanted, index);
+                float w = 0;
+#pragma unroll
+                for (u32 j = 0; j < kStats; ++j) w = j == b ? weight[j] : w;
+#pragma unroll
+                for (u32 j = 0; j < kBatch; ++j) {
+                    const float share = __shfl_sync(kFullMask, w, 2 * j + half);
+                    float o[4];
+                    unpack<4>(v[j], o);
+#pragma unroll
+                    for (u32 e = 0; e < 4; ++e) x[e] = fmaf(share, o[e], x[e]);
+                }
+            }
+            finish<Op, kWidth>(ctx, token, head, x, scale, gate[0]);
+        }
+    }
+};
+
+} // namespace megagen::ops

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megagen.bench.inputs import get, put, rotary
+from megagen.bench.inputs import get, put
+from megagen.ops.qkv_heads import rotary
 from megagen.cli import pipeline
 from megagen.models.muse_spark import tiny
 from megagen.ops.compare import judge

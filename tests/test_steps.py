@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megagen.bench.inputs import Inputs, get, put, random_stream, rotary
+from megagen.bench.inputs import Inputs, get, put, random_stream
 from megagen.bench.routes import routes
 from megagen.bench.verify import Verifier, same_bits
 from megagen.errors import DeviceError, MegagenError
@@ -23,7 +23,7 @@ from megagen.ir.graph import DType, Graph, Scope, Shard, Tensor, TensorKind, Wei
 from megagen.models.muse_spark import MuseSparkConfig, expert_block
 from megagen.ops.attention import Attention
 from megagen.ops.dense_gemm import DenseGemm
-from megagen.ops.qkv_heads import QkvHeads
+from megagen.ops.qkv_heads import QkvHeads, rotary
 from megagen.ops.reference import evaluate
 from megagen.ops.residual import Residual
 from megagen.runtime import params

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from small_models import layer_in
 
-from megagen.bench.inputs import Inputs, put, rotary
+from megagen.bench.inputs import Inputs, put
 from megagen.ops.compare import judge
+from megagen.ops.qkv_heads import rotary
 from megagen.runtime.step import Step
 
 

@@ -14,7 +14,8 @@ from megagen.errors import MegagenError
 from megagen.ir.graph import DType, Graph, Tensor, TensorKind
 from megagen.ops.attention import CHUNK, Attention
 from megagen.ops.embed import Embed
-from megagen.ops.qkv_heads import QkvHeads
+from megagen.ops.global_attention import GlobalAttention
+from megagen.ops.qkv_heads import QkvHeads, rotary
 from megagen.runtime.params import TORCH_NAMES
 from megagen.runtime.step import Step
 from megagen.weights.random import world_tensor
@@ -50,7 +51,7 @@ def _known(graph: Graph) -> dict[str, str]:
     """What the inputs but the stream are: tensor name -> port of the op that reads it."""
     found: dict[str, str] = {}
     for op in graph.ops:
-        if isinstance(op, Attention):
+        if isinstance(op, Attention | GlobalAttention):
             found |= {op.inputs[port]: port for port in ("q", "gate", "keys", "values")}
         if isinstance(op, QkvHeads) and "rotary" in op.inputs:
             found[op.inputs["rotary"]] = "rotary"
@@ -112,7 +113,7 @@ class Inputs:
 def _draw(graph: Graph, tensor: Tensor, port: str, step: Step, g: torch.Generator) -> torch.Tensor:
     """One rank's queries, gate or cache."""
     dtype: torch.dtype = getattr(torch, TORCH_NAMES[DType(tensor.dtype)])
-    op = next(op for op in graph.ops if isinstance(op, Attention))
+    op = next(op for op in graph.ops if isinstance(op, Attention | GlobalAttention))
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=g, device=g.device)
@@ -125,20 +126,14 @@ def _draw(graph: Graph, tensor: Tensor, port: str, step: Step, g: torch.Generato
             x *= QUIETEST * (LOUDEST / QUIETEST) ** share
         return x.flatten(1).to(dtype)
     cache = torch.full(tensor.shape, math.nan, dtype=dtype, device=g.device)
-    seen = range(max(0, step.context + 1 - op.window), step.context + step.tokens)
+    oldest = max(0, step.context + 1 - op.window) if isinstance(op, Attention) else 0
+    seen = range(oldest, step.context + step.tokens)
     put(cache, seen, normal(len(seen), tensor.shape[0], op.head_dim).to(dtype))
     return cache
 
 
 def _theta(graph: Graph) -> float:
     return float(getattr(graph.attributes.get("config"), "rope_theta", THETA))
-
-
-def rotary(positions: int, head_dim: int = 64, theta: float = THETA) -> torch.Tensor:
-    """fp32 [positions, head_dim]: of each position the cosines, then the sines, as transformers computes them."""
-    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
-    angles = torch.arange(positions).float().unsqueeze(1) * inv_freq
-    return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
 # -- caches ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from megagen.ir.plan import ChannelPlan
 from megagen.ops.attention import Attention
 from megagen.ops.choose import Choose, choice
 from megagen.ops.compare import Verdict, judge
+from megagen.ops.global_attention import GlobalAttention
 from megagen.ops.reference import evaluate
 from megagen.ops.top_k import TopK
 from megagen.runtime.params import TORCH_NAMES
@@ -244,7 +245,7 @@ class Verifier:
         op, port = self._writer(channel.name)
         if port != "partials":
             return None
-        if isinstance(op, Attention):
+        if isinstance(op, Attention | GlobalAttention):
             return "holds parts of softmaxes"
         if (out := op.outputs.get("out")) is not None and self.graph.tensors[out].reduce and self.graph.tp > 1:
             return "holds parts of one rank's contribution"

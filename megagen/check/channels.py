@@ -192,7 +192,9 @@ def _ports(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan
     """What a step reads and writes are the ports of its role; an L2 prefetch reads what the loads read."""
     op = plan.op(step.op or "")
     prefetch = step.call not in {s.name for s in op.specs}
-    spec = specs[op.name, "load_weights" if prefetch else step.call]
+    spec = op.producer if prefetch else specs[op.name, step.call]
+    if spec is None:
+        refuse(RULE, f"{title(step)} of an op that streams nothing", step.source)
     for verb, said, ports in (("reads", step.reads, spec.reads), ("writes", step.writes, spec.writes)):
         own = tuple(op.channels[p] for p in ports if p in op.channels)
         if said != own:
@@ -207,7 +209,7 @@ def _fault(c: ChannelPlan) -> Iterator[Finding]:
 
 
 def _price(plan: Plan, c: ChannelPlan) -> Iterator[Finding]:
-    streaming = [k for k in plan.kernels if any(s.call == "load_weights" for _, s in steps(k))]
+    streaming = [k for k in plan.kernels if any(plan.loads(s) for _, s in steps(k))]
     slow = [
         w for w in c.writers if any((s.op, s.call) == (w.op, w.role) for kernel in streaming for _, s in steps(kernel))
     ]

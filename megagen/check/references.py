@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from megagen.check.finding import Finding, proved, refuse, steps
-from megagen.ir.plan import Plan, StepPlan
+from megagen.ir.plan import OpPlan, Plan, StepPlan
 from megagen.ir.touches import ACCUM, ACCUM_EMPTY, ACCUM_FULL, RING, RING_EMPTY, RING_FULL, TABLE
 
 RULE = "references"
 SERVICES = ("attach", "trigger", "drain", "reset", "signal_point", "wait_point")
 PREFETCH = "prefetch_l2"
-# Template arguments of a call: (first stage, last stage, in flight), (first, last); of roles, where their warps begin.
-ARGUMENTS = {"load_weights": 3, PREFETCH: 2}
+# Template arguments of a stream: (first stage, last stage, in flight); of a prefetch, (first, last); of other roles,
+# where their warps begin.
+STREAM_ARGUMENTS, PREFETCH_ARGUMENTS = 3, 2
 
 
 def references(plan: Plan) -> Iterator[Finding]:
@@ -73,15 +74,20 @@ def references(plan: Plan) -> Iterator[Finding]:
                 known("step", [step.call], SERVICES, step)
             else:
                 known("op", [step.op], ops, step)
-                roles = [s.name for s in ops[step.op].specs]
-                known(f"role of {step.op}", [step.call], [*roles, PREFETCH] if ops[step.op].stream else roles, step)
-            if len(step.args) < ARGUMENTS.get(step.call, 0):
-                refuse(RULE, f"{step.op}.{step.call} needs {ARGUMENTS[step.call]} arguments, it has {step.args}",
-                       step.source)  # fmt: skip
+                calls = [s.name for s in ops[step.op].specs] + [PREFETCH] * _prefetched(ops[step.op])
+                known(f"role of {step.op}", [step.call], calls, step)
+            needed = PREFETCH_ARGUMENTS if step.call == PREFETCH else STREAM_ARGUMENTS if plan.loads(step) else 0
+            if len(step.args) < needed:
+                refuse(RULE, f"{step.op}.{step.call} needs {needed} arguments, it has {step.args}", step.source)
             if step.call in ("signal_point", "wait_point") and len(step.barriers) != 1:
                 refuse(RULE, f"a {step.call} is about one barrier, not {len(step.barriers)}", step.source)
     n = sum(len(p.steps) for k in plan.kernels for p in k.programs)
     yield proved(RULE, f"{len(ops)} ops, {n} steps, {len(channels)} channels: all that they name is there")
+
+
+def _prefetched(op: OpPlan) -> bool:
+    """Whether what it streams can be asked for before its time."""
+    return op.stream is not None and op.stream.weight != ""
 
 
 def numbers(plan: Plan) -> Iterator[Finding]:

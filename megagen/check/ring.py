@@ -1,11 +1,13 @@
-"""The weight ring is first in, first out: loaded in the order in which it is drained, each stage once."""
+"""The ring is first in, first out: loaded in the order in which it is drained, each stage once."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import groupby
 
 from megagen.check.finding import Finding, group, placed, proved, refuse, steps, title, warps
+from megagen.ir.graph import DType
 from megagen.ir.plan import KernelPlan, OpPlan, Plan, StepPlan, StreamPlan
 
 RULE = "ring"
@@ -28,7 +30,10 @@ def ring(plan: Plan) -> Iterator[Finding]:
 
 
 def _whole(plan: Plan, op: OpPlan, s: StreamPlan) -> None:
-    """The stages of a stream are its weight, from the first byte to the last."""
+    """The stages of a stream are its weight, from the first byte to the last, or are cut from its tensors."""
+    if not s.weight:
+        _tensors(plan, op, s)
+        return
     w = next((w for w in plan.weights if w.name == s.weight), None)
     if w is None or w.layout != "tiles":
         refuse(RULE, f"{op.name} streams {s.weight}, which is no matrix of the plan", op.source)
@@ -44,11 +49,25 @@ def _whole(plan: Plan, op: OpPlan, s: StreamPlan) -> None:
         refuse(RULE, f"{s.per_tile} stages of {op.name} are not a tile of its {w.k} columns", op.source)
 
 
+def _tensors(plan: Plan, op: OpPlan, s: StreamPlan) -> None:
+    given = {p.name: p for p in plan.params if p.what == "input"}
+    read = tuple(op.tensors.get(port, "") for port in op.producer.reads) if op.producer else ()
+    if s.tensors != read or not s.tensors or not {*s.tensors} <= {*given}:
+        streamed = ", ".join(s.tensors) or "nothing"
+        refuse(RULE, f"{op.name} streams {streamed}, which are not the inputs that its producer reads", op.source)
+    sizes = {math.prod(given[t].shape) * int((given[t].dtype or DType.BF16).bits) // 8 for t in s.tensors}
+    if len(sizes) != 1 or next(iter(sizes)) % (s.stage_bytes // len(s.tensors)) or s.stage_bytes % len(s.tensors):
+        refuse(
+            RULE, f"{s.stage_bytes} bytes of {', '.join(s.tensors)} of {op.name} are no equal parts of whole stages",
+            op.source,
+        )  # fmt: skip
+
+
 def _kernel(plan: Plan, kernel: KernelPlan) -> None:
     specs = placed(plan)
     loads: list[StepPlan] = []
     for _, step in steps(kernel):
-        if step.call == "load_weights":
+        if plan.loads(step):
             _share(step)
             loads.append(step)
             if step.args[2] < 1:
@@ -65,6 +84,8 @@ def _kernel(plan: Plan, kernel: KernelPlan) -> None:
                 what = "left out" if step.args[0] > at else "loaded twice"
                 refuse(RULE, f"stages {_span(at, step.args[0])} of {op} are {what}", step.source)
             at = step.args[1]
+            if step.args[:2] != (0, WHOLE) and not _weight(plan, step):
+                refuse(RULE, f"{title(step)} takes a share of tensors, which come in one piece", step.source)
         if at != WHOLE:
             refuse(RULE, f"stages {_span(at, WHOLE)} of {op} are never loaded", plan.op(str(op)).source)
     for program in kernel.programs:
@@ -78,6 +99,11 @@ def _kernel(plan: Plan, kernel: KernelPlan) -> None:
             )
     if loads and not any(s.op and specs[s.op, s.call].ring for _, s in steps(kernel) if (s.op, s.call) in specs):
         refuse(RULE, f"nobody drains the ring of {kernel.name}", plan.ring.source)
+
+
+def _weight(plan: Plan, step: StepPlan) -> bool:
+    stream = plan.op(step.op or "").stream
+    return stream is not None and stream.weight != ""
 
 
 def _share(step: StepPlan) -> None:

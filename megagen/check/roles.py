@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from megagen.check.finding import Finding, group, placed, proved, refuse, steps, warps
+from megagen.check.references import PREFETCH
 from megagen.ir.graph import RoleSpec
 from megagen.ir.plan import KernelPlan, OpPlan, Plan, ProgramPlan, Reset, StepPlan
 
 RULE = "roles"
-# What may run before a warp has waited for the launches before this one: it touches nothing but weights.
-EARLY = ("load_weights", "prefetch_l2")
 
 
 def roles(plan: Plan) -> Iterator[Finding]:
@@ -18,15 +17,16 @@ def roles(plan: Plan) -> Iterator[Finding]:
     for op in plan.ops:
         for spec in op.specs:
             _place(plan, op, spec)
-    _together(plan, lambda s: s.stream, "load_weights", "one producer fills the ring in order")
-    _together(plan, lambda s: s.ring, "math", "every consumer counts the ring's stages and has to see them all")
-    _together(plan, lambda s: s.accum == "in", "reduce", "one warp takes all accumulators in order")
+    _together(plan, lambda s: s.stream, "one producer fills the ring in order")
+    _together(plan, lambda s: s.ring, "every consumer counts the ring's stages and has to see them all")
+    _together(plan, lambda s: s.accum == "in", "one warp takes all accumulators in order")
     _groups(plan)
+    specs = placed(plan)
     for kernel in plan.kernels:
         _cover(plan, kernel)
         _ran(plan, kernel)
         for program in kernel.programs:
-            _frame(plan, program)
+            _frame(plan, specs, program)
             _accumulators(plan, kernel, program)
     _housekeeper(plan)
     advancing = [k.name for k in plan.kernels if k.advances_epoch]
@@ -64,25 +64,26 @@ def _place(plan: Plan, op: OpPlan, spec: RoleSpec) -> None:
 def _copies(plan: Plan, kernel: KernelPlan) -> Iterator[Finding]:
     """Math that several programs run has its code several times: right, but the instruction cache is small."""
     for op in plan.ops:
-        homes = [p for p in kernel.programs if any((s.op, s.call) == (op.name, "math") for s in p.steps)]
-        if len(homes) > 1:
-            at = " and ".join(group(range(p.first, p.first + p.count)) for p in homes)
-            message = f"{op.name}.math is emitted {len(homes)} times, for {at}: their other steps differ"
-            yield Finding(rule=RULE, level="warning", message=message, source=op.sources.get("math", op.source))
+        for role in (s.name for s in op.specs if s.ring):
+            homes = [p for p in kernel.programs if any((s.op, s.call) == (op.name, role) for s in p.steps)]
+            if len(homes) > 1:
+                at = " and ".join(group(range(p.first, p.first + p.count)) for p in homes)
+                message = f"{op.name}.{role} is emitted {len(homes)} times, for {at}: their other steps differ"
+                yield Finding(rule=RULE, level="warning", message=message, source=op.sources.get(role, op.source))
 
 
-def _together(plan: Plan, like: Callable[[RoleSpec], bool], role: str, why: str) -> None:
+def _together(plan: Plan, like: Callable[[RoleSpec], bool], why: str) -> None:
     """All roles like that are on the same warps."""
-    found = [(op, op.roles[spec.name]) for op in plan.ops for spec in op.specs if like(spec)]
-    for op, given in found[1:]:
-        first, expected = found[0]
+    found = [(op, spec.name, op.roles[spec.name]) for op in plan.ops for spec in op.specs if like(spec)]
+    for op, role, given in found[1:]:
+        first, other, expected = found[0]
         if given != expected:
             refuse(
                 RULE,
-                f"{first.name}.{role} is on {group(expected)} but {op.name}.{role} on {group(given)}: {why}",
+                f"{first.name}.{other} is on {group(expected)} but {op.name}.{role} on {group(given)}: {why}",
                 op.sources.get(role, op.source),
-                notes=[(f"{first.name} was assigned here", first.sources.get(role, first.source))],
-                hint=f"assign {role} of all ops to the same warps",
+                notes=[(f"{first.name} was assigned here", first.sources.get(other, first.source))],
+                hint=f"assign {' and '.join(dict.fromkeys((other, role)))} of all ops to the same warps",
             )
 
 
@@ -127,16 +128,21 @@ def _ran(plan: Plan, kernel: KernelPlan) -> None:
             refuse(RULE, f"{name}.{role} is on {group(op.roles[role])}, {kernel.name} runs it on {runs}", op.source)
 
 
-def _frame(plan: Plan, program: ProgramPlan) -> None:
+def _early(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan) -> bool:
+    """What may run before a warp has waited for the launches before this one: it touches nothing but weights."""
+    return step.call == PREFETCH or (plan.loads(step) and not specs[step.op or "", step.call].reads)
+
+
+def _frame(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], program: ProgramPlan) -> None:
     who, calls = group(warps(program)), [s.call for s in program.steps]
     if calls.count("attach") != 1:
         refuse(RULE, f"{who} must attach exactly once, not {calls.count('attach')} times", plan.launch.source)
     for step in program.steps[: calls.index("attach")]:
         if step.call == "trigger":
             refuse(RULE, f"{who} lets dependents start before waiting for the previous launch", step.source)
-        if step.reads or step.writes or step.call not in EARLY:
+        if step.reads or step.writes or not _early(plan, specs, step):
             refuse(RULE, f"{who} runs {step.op or step.call} before it attaches to the launch", step.source)
-    loads = [i for i, call in enumerate(calls) if call == "load_weights"]
+    loads = [i for i, step in enumerate(program.steps) if plan.loads(step)]
     if loads and "drain" not in calls[loads[-1] :]:
         refuse(RULE, f"{who} could leave while its bulk loads are under way: no drain after them", plan.ring.source)
 

@@ -196,12 +196,12 @@ def barriers(plan: Plan) -> Sheet:
 
 
 def streams(plan: Plan) -> Sheet:
-    """The weights that go through the ring."""
+    """The weights and tensors that go through the ring."""
     ring = plan.ring
     rows = [
         {
             "op": op.name,
-            "weight": op.stream.weight,
+            "weight": op.stream.weight or ", ".join(op.stream.tensors),
             "stage_rows": op.stream.stage_rows,
             "stage_k": op.stream.stage_k,
             "stage_bytes": op.stream.stage_bytes,
@@ -253,7 +253,7 @@ def loads(plan: Plan) -> Sheet:
         for kernel in plan.kernels
         for program in kernel.programs
         for step in program.steps
-        if step.call in ("load_weights", "prefetch_l2", "wait_point", "signal_point")
+        if plan.loads(step) or step.call in ("prefetch_l2", "wait_point", "signal_point")
     ]
     return Sheet(
         "loads",

@@ -11,7 +11,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -421,6 +421,68 @@ def trace(
     _shown([found], base, as_json, kept)
 
 
+@app.command()
+def decode(
+    model: Annotated[Path, typer.Option("--model", metavar="DIR", help="The checkpoint: a Hugging Face folder.")],
+    prompt: Annotated[str | None, typer.Option("--prompt", metavar="TEXT", help="What to continue.")] = None,
+    prompt_ids: Annotated[
+        str | None, typer.Option("--prompt-ids", metavar="IDS", help="The same as token ids, separated by commas.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompt-file", metavar="FILE", help="The same from a file; - is standard input.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's turn: apply the chat template.")] = False,
+    tp: Annotated[int, typer.Option("--tp", min=1, max=8, help="GPUs, a rank each.")] = 1,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-new-tokens", min=1, help="The most tokens to make.  [default: 256; with --context, what fits]"
+        ),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option("--context", min=1, help="Tokens that the caches hold.  [default: as many as are needed]"),
+    ] = None,
+    temperature: Annotated[float, typer.Option("--temperature", help="0: the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option("--top-k", help="Of the so many likeliest; 0: of all.")] = 0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Of the likeliest that are so probable together.")] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is drawn.")] = 0,
+    emulate: Annotated[bool, typer.Option("--emulate", help="In the emulator, on the CPU. Very slow.")] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="Times, on standard error.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Nothing on standard error but errors.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Continue a prompt with a checkpoint's model, token by token."""
+    from megagen.cli import decoding
+    from megagen.serve.engine import Engine
+    from megagen.serve.generate import Stop
+    from megagen.serve.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    given = decoding.given(model, prompt, prompt_ids, prompt_file, chat=chat)
+    positions, wanted = decoding.sizes(len(given.ids), max_new_tokens, context)
+    with nullcontext(_ignored) if quiet else _working(f"loading {model}") as progress:
+        engine = Engine.from_pretrained(
+            model, tp=tp, max_positions=positions, emulate=emulate, text=given.text,
+            progress=progress, memory=_ignored if quiet else decoding.say_memory,
+        )  # fmt: skip
+    with engine:
+        run = engine.generate(given.ids, max_new_tokens=wanted, sampling=sampling)
+        for token in run:
+            if engine.rank == 0 and not as_json:
+                _continue(token.text if given.text else "" if token.stop is Stop.TOKEN else f"{token.id} ")
+    if engine.rank != 0:
+        return
+    if as_json:
+        _print_json(decoding.record(run))
+    else:
+        _print("")
+    if run.stop is Stop.FULL and not quiet:
+        typer.echo(f"the caches are full: they hold {positions:,} tokens (--context)", err=True)
+    if stats:
+        decoding.say_times(run)
+
+
 @app.command("show")
 def show_(
     recorded: Annotated[Path, typer.Argument(metavar="TRACE", help="A file that `megagen trace` wrote.")],
@@ -708,6 +770,15 @@ def _print_json(value: Mapping[str, Any]) -> None:
 def _print(text: str) -> None:
     with _stdout():
         typer.echo(text)
+
+
+def _ignored(*_: object) -> None:
+    """What nobody wants to see."""
+
+
+def _continue(text: str) -> None:
+    with _stdout():
+        typer.echo(text, nl=False)
 
 
 @contextmanager

@@ -42,14 +42,14 @@ class Sheet:
         return {self.key: [dict(r) for r in self.rows], **self.extra}
 
 
-def show(sheets: Iterable[Sheet]) -> None:
-    """Print sheets to standard output."""
+def show(sheets: Iterable[Sheet], *, err: bool = False) -> None:
+    """Print sheets to standard output, or to standard error."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, stderr=err)
     room = console.width if console.is_terminal else WIDE
     for sheet in sheets:
         console.print(Text(sheet.title, style="bold"), soft_wrap=True)

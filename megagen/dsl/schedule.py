@@ -270,7 +270,7 @@ class Schedule:
         for handle in _several(during):
             op = self._op(handle, loc)
             if op.stage() is None:
-                raise ScheduleError(f"op {op.name!r} streams no weights", loc=loc)
+                raise ScheduleError(f"op {op.name!r} streams no weights or tensors", loc=loc)
             self._cap(bytes, op.name, loc)
 
     def _cap(self, bytes: int, op: str | None, loc: Loc | None) -> None:
@@ -329,22 +329,22 @@ class Schedule:
         at = None if point is None else self._point(point, loc)
         self.prefetches.append(Prefetch(weight.op, into, share, by.first if by else None, at, loc))
 
-    def hint(self, weights: WeightHandle | Iterable[WeightHandle], hint: Hint) -> None:
-        """The L2 cache hint that bulk loads of a weight carry."""
+    def hint(self, weights: WeightHandle | OpHandle | Iterable[WeightHandle | OpHandle], hint: Hint) -> None:
+        """The L2 cache hint that bulk loads of a weight carry, or of the tensors that an op streams."""
         loc = here()
         if hint not in list(Hint):
             legal = ", ".join(h.value for h in Hint if h is not Hint.NO_ALLOCATE)
             raise ScheduleError(f"{hint!r} is not a cache hint", loc=loc, hint=f"there are: {legal}")
         for w in _several(weights):
-            self._streamed(w, loc)
+            name, op = self._hinted(w, loc)
             if hint is Hint.NO_ALLOCATE:
                 raise ScheduleError(
                     "bulk loads cannot bypass L2: PTX has no such policy for cp.async.bulk",
                     loc=loc,
                     hint="use evict_first",
                 )
-            self._once(f"the hint of {w.weight.name}", loc)
-            self.hints[w.op] = (Hint(hint), loc)
+            self._once(f"the hint of {name}", loc)
+            self.hints[op] = (Hint(hint), loc)
 
     # order ------------------------------------------------------------------------------------------------------
 
@@ -457,7 +457,19 @@ class Schedule:
         self._mine(handle, handle.op in {op.name for op in self.graph.ops}, loc)
         return handle.op
 
+    def _hinted(self, handle: Any, loc: Loc | None) -> tuple[str, str]:
+        """What is hinted, and its op."""
+        if isinstance(handle, OpHandle) and _streams_tensors(handle._op):
+            return self._op(handle, loc).name, handle._op.name
+        self._streamed(handle, loc)
+        return handle.weight.name, handle.op
+
     def _streamed(self, handle: Any, loc: Loc | None) -> None:
+        if isinstance(handle, OpHandle) and _streams_tensors(handle._op):
+            raise ScheduleError(
+                f"{handle!r} streams what earlier launches have written, which cannot be asked for before its time",
+                loc=loc, hint="only weights are prefetched",
+            )  # fmt: skip
         if not isinstance(handle, WeightHandle):
             raise ScheduleError(f"{handle!r} is not a weight", loc=loc, hint="name one as g.<op>.weight")
         self._mine(handle, any(handle.weight is w for op in self.graph.ops for w in op.weights.values()), loc)
@@ -471,6 +483,10 @@ class Schedule:
                 loc=loc,
                 hint="name it from the graph of Schedule()",
             )
+
+
+def _streams_tensors(op: Op) -> bool:
+    return op.producer is not None and not op.weights
 
 
 def _integer(value: Any, what: str, loc: Loc | None) -> int:

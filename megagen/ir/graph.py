@@ -144,7 +144,8 @@ class RoleSpec(Frozen):
     ``warps``: the counts it accepts. ``align``: the first warp's index must divide by it (4 for a warpgroup).
     ``reads`` / ``writes``: ports (keys of ``Op.inputs`` and ``Op.outputs``, an op may read its own outputs).
     ``every_block``: runs in each block (block-scope outputs), else its tiles are spread over the blocks.
-    ``stream``: loads the op's weight through the ring; ``ring``: consumes it; ``accum``: 'out' hands
+    ``stream``: loads the op's weight through the ring, or if it has none the tensors that the role reads; ``ring``:
+    consumes it; ``accum``: 'out' hands
     accumulators to the op's reduce role through shared memory, 'in' takes them. ``hands_back``: ports of which it reads
     each element in one block only, and which it can empty for the next launch. ``regions``: purposes of
     :meth:`Op.shared` that it uses. ``registers``: below this many a thread ptxas spills (seen in the op's own kernel on
@@ -238,8 +239,13 @@ class Op(Frozen, ABC):
         return {}
 
     def stage(self) -> Mapping[str, int] | None:
-        """Shape of a ring stage of this op's weight stream, or None: rows, k, bytes, per_tile."""
+        """Shape of a ring stage of this op's stream, or None: rows, k, bytes, per_tile."""
         return None
+
+    @property
+    def producer(self) -> RoleSpec | None:
+        """The role that streams."""
+        return next((r for r in self.roles() if r.stream), None)
 
     def role(self, name: str) -> RoleSpec:
         for r in self.roles():

@@ -149,9 +149,8 @@ class BarrierUse(Frozen):
 class StepPlan(Frozen):
     """One call in a warp's program: ``ops::<Struct><Policy>::<call><args>(ctx)``.
 
-    ``call`` is the role or a service (``load_weights``, ``prefetch_l2``, ``reset``,
-    ``signal_point``, ``wait_point``). ``args`` are integer template arguments in order. ``index`` numbers the
-    steps of the plan for hang records.
+    ``call`` is the role, ``prefetch_l2`` or a service (``reset``, ``signal_point``, ``wait_point``). ``args`` are
+    integer template arguments in order. ``index`` numbers the steps of the plan for hang records.
     """
 
     op: str | None
@@ -173,9 +172,11 @@ class ProgramPlan(Frozen):
 
 
 class StreamPlan(Frozen):
-    """A weight on its way through the ring: tiles of ``per_tile`` stages of ``stage_bytes``."""
+    """A weight on its way through the ring, or ``tensors`` that are given to the launch: tiles of ``per_tile`` stages
+    of ``stage_bytes``."""
 
-    weight: str
+    weight: str  # "": tensors
+    tensors: tuple[str, ...] = ()
     stage_bytes: int
     per_tile: int
     stage_rows: int
@@ -209,6 +210,11 @@ class OpPlan(Frozen):
     activation_bytes: int
     operations: int
     source: Source = Source()
+
+    @property
+    def producer(self) -> RoleSpec | None:
+        """The role that streams."""
+        return next((s for s in self.specs if s.stream), None)
 
 
 class WeightPlan(Frozen):
@@ -329,6 +335,12 @@ class Plan(Frozen):
 
     def op(self, name: str) -> OpPlan:
         return next(o for o in self.ops if o.name == name)
+
+    def loads(self, step: StepPlan) -> bool:
+        """Whether a step fills the ring. Its arguments are the first and last share of the stream, and how many stages
+        may be under way."""
+        producer = self.op(step.op).producer if step.op is not None else None
+        return producer is not None and producer.name == step.call
 
     def channel(self, name: str) -> ChannelPlan:
         return next(c for c in self.channels if c.name == name)

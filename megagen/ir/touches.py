@@ -43,7 +43,7 @@ def touches(plan: Plan, step: StepPlan) -> frozenset[Touch]:
 def _touches(plan: Plan, step: StepPlan) -> Iterable[Touch]:
     for use in step.barriers:
         yield Touch(use.action, "barrier", use.barrier)
-    if step.call == "drain" or (step.call == "load_weights" and step.args[2] < plan.ring.stages):
+    if step.call == "drain" or (plan.loads(step) and step.args[2] < plan.ring.stages):
         yield Touch("wait", "barrier", RING_FULL)  # for its own copies, which land whatever others do
     if step.call == "reset":
         for name in step.writes:

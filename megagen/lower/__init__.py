@@ -4,6 +4,6 @@ It rejects what it cannot express (a directive about nothing); whether the Plan 
 business.
 """
 
-from megagen.lower.lower import lower
+from megagen.lower.lower import distinct, lower
 
-__all__ = ["lower"]
+__all__ = ["distinct", "lower"]

@@ -65,8 +65,13 @@ def nominal(graph: Graph) -> Routing:
     between them a power law.
     """
     top_k = max((op.top_k for op in graph.ops if isinstance(op, ExpertGemm)), default=0)
+    return Routing(tokens=graph.tokens, experts=distinct(graph.tokens, top_k))
+
+
+def distinct(tokens: int, top_k: int) -> int:
+    """How many experts so many tokens use, of ``top_k`` each; see :func:`nominal`."""
     growth = math.log(MEASURED_EXPERTS / 8, 16)
-    return Routing(tokens=graph.tokens, experts=round(top_k * graph.tokens**growth))
+    return round(top_k * math.pow(tokens, growth))
 
 
 def source(loc: Loc | None) -> Source:
@@ -88,6 +93,7 @@ class _Lowering:
         fit = schedule.machine.blocks_fit.get(self.launch.cluster, 0)
         self.blocks = schedule.blocks or fit
         self.roles: dict[tuple[str, str], tuple[int, ...]] = {k: w.indices() for k, (w, _) in schedule.roles.items()}
+        self.producers = {(op.name, r.name) for op in self.g.ops for r in op.roles() if r.stream}
         self.points = self._points()
         self.begins = self._begins()
         self.nominal = nominal(schedule.graph)
@@ -188,10 +194,13 @@ class _Lowering:
         return {op: (warps, loc) for op, (warps, loc) in found.items() if warps}
 
     def _point_warps(self, op: str) -> list[int]:
-        return sorted({w for (o, role), ws in self.roles.items() if o == op and role != "load_weights" for w in ws})
+        return sorted(
+            {w for role, ws in self.roles.items() if role[0] == op and role not in self.producers for w in ws}
+        )
 
     def _ring_consumers(self) -> int:
-        return max((len(ws) for (o, role), ws in self.roles.items() if role == "math"), default=0)
+        drain = {(op.name, r.name) for op in self.g.ops for r in op.roles() if r.ring}
+        return max((len(ws) for role, ws in self.roles.items() if role in drain), default=0)
 
     def _barriers(self, shared: Arena) -> tuple[BarrierPlan, ...]:
         out: list[BarrierPlan] = []
@@ -288,18 +297,21 @@ class _Lowering:
     def _op(self, op: Op) -> OpPlan:
         internal = {t.name for t in self.edges.internal()}
         ports = {**op.inputs, **op.outputs}
-        stage = op.stage()
+        stage, weight = op.stage(), op.weights.get("weight")
         stream = None
         if stage is not None:
             hint, loc = self.s.hints.get(op.name, (Hint.EVICT_NORMAL, None))
+            producer = op.producer
             stream = StreamPlan(
-                weight=op.weights["weight"].name, stage_bytes=stage["bytes"], per_tile=stage["per_tile"],
-                stage_rows=stage["rows"], stage_k=stage["k"], hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
+                weight=weight.name if weight else "",
+                tensors=tuple(ports[p] for p in producer.reads) if producer and not weight else (),
+                stage_bytes=stage["bytes"], per_tile=stage["per_tile"], stage_rows=stage["rows"], stage_k=stage["k"],
+                hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
             )  # fmt: skip
         compute = "compute" in {r.name for r in op.roles()}
         pointers = {port: w.name for port, w in op.weights.items()}
-        if stage is not None and op.weights["weight"].dtype is DType.NVFP4:
-            pointers["scale"] = f"{op.weights['weight'].name}_scale"
+        if stage is not None and weight is not None and weight.dtype is DType.NVFP4:
+            pointers["scale"] = f"{weight.name}_scale"
         cost = op.cost(self.nominal)
         locs = [loc for (o, _), (_, loc) in self.s.roles.items() if o == op.name]
         return OpPlan(
@@ -384,8 +396,9 @@ class _Lowering:
         return self.roles.get((last.name, last.roles()[-1].name), ())
 
     def _first_attached(self, ops: list[Op]) -> int:
-        """The first warp that streams no weights: it reads what the previous launch wrote, so it waits first thing."""
-        producers = {w for o in ops for w in self.roles.get((o.name, "load_weights"), ())}
+        """The first warp that streams nothing: it reads what the previous launch wrote, so it waits first thing."""
+        names = {o.name for o in ops}
+        producers = {w for role in self.producers if role[0] in names for w in self.roles.get(role, ())}
         return min((w for w in range(self.s.warps_per_block) if w not in producers), default=0)
 
     def _framed(
@@ -393,7 +406,7 @@ class _Lowering:
     ) -> list[StepPlan]:
         """Attach as late as nothing depends on earlier launches; trigger, housekeeping and draining at the end."""
         lead = 0
-        while lead < len(steps) and steps[lead].call == "load_weights" and not steps[lead].reads:
+        while lead < len(steps) and self._early(steps[lead]):
             lead += 1
         framed = [*steps[:lead], _service("attach")]
         # whoever triggers has waited for the previous launch by then
@@ -406,9 +419,13 @@ class _Lowering:
             framed.append(_service("reset", self.s.housekeeper[1], writes=names))
         if self.launch.pdl and last and not early:
             framed.append(_service("trigger", self.launch.loc))
-        if any(s.call == "load_weights" for s in steps):
+        if any((s.op, s.call) in self.producers for s in steps):
             framed.append(_service("drain"))
         return framed
+
+    def _early(self, step: StepPlan) -> bool:
+        """Whether a step streams a weight, and waits for nothing to know which of it."""
+        return (step.op, step.call) in self.producers and not self.g.op(step.op or "").role(step.call).reads
 
     def _tables_first(self, op: Op, warp: int, channels: dict[str, ChannelPlan]) -> list[StepPlan]:
         """A kernel of its own has to rebuild what its op reads from shared memory."""
@@ -469,7 +486,7 @@ class _Lowering:
         split = round(p.share * WHOLE)
         first, last = (split, WHOLE) if p.into.ring else (0, split)
         ports = {**op.inputs, **op.outputs}
-        reads = tuple(ports[x] for x in op.role("load_weights").reads)
+        reads = tuple(ports[x] for x in op.producer.reads) if op.producer else ()
         return StepPlan(
             op=op.name,
             call="prefetch_l2",

@@ -1,4 +1,4 @@
-"""Muse Spark Open's layers as graphs, one rank's share of a tensor-parallel group.
+"""Muse Spark Open's layers as graphs, and what comes before and after them: one rank's share of a parallel group.
 
 Dimensions and formulas follow the transformers implementation (``MuseSparkTextConfig``, ``MuseSparkMoE``,
 ``MuseSparkTextDecoderLayer``); the residual stream is kept in fp32.
@@ -7,15 +7,17 @@ Dimensions and formulas follow the transformers implementation (``MuseSparkTextC
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megagen.errors import ScheduleError, WeightError, here
 from megagen.ir.graph import DType, Frozen, Graph, Op, Scope, Shard, Tensor, TensorKind, Weight
 from megagen.ops.attention import CHUNK, Attention
+from megagen.ops.choose import Choose, bests, vote
 from megagen.ops.combine import Combine
-from megagen.ops.dense_gemm import DenseGemm
+from megagen.ops.dense_gemm import ROW_BLOCK, DenseGemm
+from megagen.ops.embed import Embed
 from megagen.ops.expert_gemm import ExpertGemm
 from megagen.ops.global_attention import GlobalAttention, spans
 from megagen.ops.qkv_heads import QkvHeads
@@ -36,6 +38,7 @@ POSITIONS = 16384  # that the table of rotations and a growing cache have by def
 MOST_POSITIONS = 1 << 20
 POSITION_STEP = 128  # a growing cache is read two chunks at a time
 FOLLOWING = ("sliding", "global", "end")
+MOST_VOCAB = 1 << 20
 
 
 class MuseSparkConfig(Frozen):
@@ -80,6 +83,40 @@ class LayerKind(NamedTuple):
 
     sliding: bool
     rotates: bool
+
+
+class Launch(NamedTuple):
+    """One launch of a decoding step: what ``schedule`` makes with ``options``.
+
+    ``layer``: whose attention it begins with; -1 for the embedding, the number of layers for the logits.
+    """
+
+    schedule: str
+    layer: int
+    options: Mapping[str, str]
+
+
+def launches(kinds: Sequence[LayerKind], experts: Sequence[str]) -> list[Launch]:
+    """A step of a model with these layers, whose experts are in these formats.
+
+    Raises WeightError for a layer that is neither rotated over a window nor unrotated over all.
+    """
+    names = []
+    for layer, kind in enumerate(kinds):
+        if kind.sliding is not kind.rotates:
+            attends = "a window and does not rotate" if kind.sliding else "its whole context and rotates"
+            raise WeightError(f"layer {layer} attends to {attends} q and k: no schedule does that")
+        names.append("sliding" if kind.sliding else "global")
+    following = [*names[1:], "end"]
+    file = {"sliding": "muse_swa", "global": "muse_global"}
+    return [
+        Launch("muse_first", -1, {"following": names[0]}),
+        *(
+            Launch(file[name], i, {"experts": format, "following": after})
+            for i, (name, format, after) in enumerate(zip(names, experts, following, strict=True))
+        ),
+        Launch("muse_last", len(names), {}),
+    ]
 
 
 def layer_kinds(checkpoint: Path) -> list[LayerKind]:
@@ -129,13 +166,14 @@ def read_config(checkpoint: Path) -> MuseSparkConfig:
 def tiny(tp: int, split: str = "nn") -> MuseSparkConfig:
     """The least dimensions that the graphs here take at this ``tp`` and ``split``, for emulation.
 
-    A rank has as many heads as at full size and tp=8, and the window is two chunks long.
+    A rank has as many heads as at full size and tp=8, and the window is two chunks long. Its share of the vocabulary
+    needs padding, with which it makes two and a half of the groups that are chosen from.
     """
     share = tp if split == "nk" else 1  # of the second expert GEMM's K, whose shards are whole slices too
     slices = max(1, -(-16 * (tp - 1) * tp // (SLICE * share)))  # of the least shard that stand-ins can rotate
     return MuseSparkConfig(
         hidden=ROW, moe_hidden=ROW, intermediate=SLICE * share * slices, experts=16,
-        heads=16 * tp, kv_heads=2 * tp, window=2 * CHUNK,
+        heads=16 * tp, kv_heads=2 * tp, window=2 * CHUNK, vocab=152 * tp,
     )  # fmt: skip
 
 
@@ -310,6 +348,84 @@ def _layer(
     return b.graph(".".join(name), f"layer.{kind}", (*attention, *moe, end, *projection))
 
 
+def first(
+    tp: int = 8,
+    tokens: int = MAX_TOKENS,
+    *,
+    positions: int = POSITIONS,
+    following: str = "sliding",
+    config: MuseSparkConfig | None = None,
+) -> Graph:
+    """What comes before the first layer's attention: the embedding, the stream that it makes, and that layer's q, k, v,
+    gate projection and KV write.
+
+    Input ``ids`` u32 [tokens], below the vocabulary's size: others take its last row. Outputs and state are named as a
+    layer's. ``following`` is the first layer's kind; ``positions`` and errors: see :func:`sliding_layer`.
+    """
+    c = MuseSparkConfig() if config is None else config
+    _refuse_unfit(c, tp, tokens, "nn", "nvfp4")
+    _refuse_unfit_attention(c, tp, positions, "one_shot", "sliding", following)
+    _refuse_unfit_ends(c, tp, following)
+    b = _Builder(c, tp, tokens, "nn", "nvfp4")
+    normed = b.tensor("next_normed", tokens, c.hidden)
+    embed = Embed(
+        name="embed", inputs={"ids": b.tensor("ids", tokens, dtype=DType.U32, kind=TensorKind.INPUT)},
+        outputs={"out": b.stream_out(), "normed": normed},
+        weights={
+            "table": b.matrix("embed_table", c.vocab, c.hidden, "model.language_model.embed_tokens.weight", top=True),
+            "next_gain": b.next_gain(),
+        },
+        vocab=c.vocab, width=c.hidden, eps=c.rms_norm_eps,
+    )  # fmt: skip
+    name = ".".join(("muse_spark.first", *[f"then_{following}"] * (following != "sliding")))
+    return b.graph(name, "step.first", (embed, *b.projection(normed, following, positions)))
+
+
+def last(tp: int = 8, tokens: int = MAX_TOKENS, *, config: MuseSparkConfig | None = None) -> Graph:
+    """What comes after the last layer: the final norm, the head, and each token's successor.
+
+    Input: the residual stream. Outputs: ``logits`` fp32 [tokens, rows of a rank], the last of which belong to no token
+    where the vocabulary does not divide into row blocks and are minus infinity, and ``next_ids`` u32 [tokens], the same
+    on all ranks: the token of the largest logit, in ties the lowest. Errors: see :func:`expert_block`.
+    """
+    c = MuseSparkConfig() if config is None else config
+    _refuse_unfit(c, tp, tokens, "nn", "nvfp4")
+    _refuse_unfit_ends(c, tp)
+    b = _Builder(c, tp, tokens, "nn", "nvfp4")
+    h, t, made = c.hidden, tokens, TensorKind.OUTPUT
+    share = c.vocab // tp
+    padding = -share % ROW_BLOCK
+    rows = share + padding
+    stream = b.tensor("stream", t, h, dtype=DType.FP32, kind=TensorKind.INPUT)
+    normed = b.tensor("final_normed", t, h)
+    partials = b.tensor("head_partials", h // UNIT, rows // ROW_BLOCK, t, ROW_BLOCK, dtype=DType.FP32)
+    logits = b.tensor("logits", t, rows, dtype=DType.FP32, kind=made, shard_axis=1)
+    best = b.tensor("bests", t, bests(rows), dtype=DType.U32)
+    votes = b.tensor("votes", t, tp * vote(tp), dtype=DType.U32, scope=Scope.WORLD, shard_axis=1)
+    ids = b.tensor("next_ids", t, dtype=DType.U32, kind=made)
+    ops = (
+        RmsNorm(
+            name="final_norm", inputs={"in": stream}, outputs={"out": normed},
+            weights={"gain": b.vector("final_gain", h, "model.language_model.norm.weight", top=True)},
+            width=h, eps=c.rms_norm_eps, in_dtype=DType.FP32, centred=False, round_input=True,
+        ),
+        DenseGemm(
+            name="lm_head", inputs={"in": normed}, outputs={"partials": partials},
+            weights={
+                "weight": b.matrix("lm_head_weight", rows, h, "lm_head.weight", shard=Shard.ROWS, top=True, local=True,
+                                   padding=padding)
+            },
+            rows=rows, world_rows=rows * tp, k=h, unit_k=UNIT, partials_only=True,
+        ),
+        Choose(
+            name="choose", inputs={"partials": partials}, weights={},
+            outputs={"logits": logits, "bests": best, "votes": votes, "ids": ids},
+            rows=rows, padding=padding, chunks=h // UNIT, parts=tp, multiplier=c.output_multiplier, cap=c.softcap,
+        ),
+    )  # fmt: skip
+    return b.graph("muse_spark.last", "step.last", ops)
+
+
 class _Builder:
     """What the graphs share: tensors and weights as they are named, and the expert block in the middle."""
 
@@ -332,6 +448,13 @@ class _Builder:
 
     def gate(self, name: str, checkpoint: str) -> Weight:
         return self.vector(name, self.c.hidden, checkpoint, DType.FP32, planes=2)
+
+    def stream_out(self) -> str:
+        return self.tensor("stream_out", self.tokens, self.c.hidden, dtype=DType.FP32, kind=TensorKind.OUTPUT)
+
+    def next_gain(self) -> Weight:
+        """Of the next layer's input norm."""
+        return self.vector("next_gain", self.c.hidden, "input_layernorm.weight", next_layer=True)
 
     def caches(self, kind: str, positions: int, keys: str, values: str, what: TensorKind) -> tuple[str, str, int]:
         """A layer's caches, by the layer's kind, and how many chunks they have."""
@@ -477,14 +600,13 @@ class _Builder:
     def end(self, stream: str, normed: str | None = None) -> Residual:
         """The layer's last op, and with ``normed`` the next layer's input norm."""
         c = self.c
-        out = self.tensor("stream_out", self.tokens, c.hidden, dtype=DType.FP32, kind=TensorKind.OUTPUT)
         weights = {
             "gain": self.vector("post_ffn_gain", c.hidden, "post_feedforward_layernorm.weight"),
             "gate": self.gate("residual_gate", "post_feedforward_residual_gate.gate"),
         }
-        outputs = {"out": out}
+        outputs = {"out": self.stream_out()}
         if normed is not None:
-            weights["next_gain"] = self.vector("next_gain", c.hidden, "input_layernorm.weight", next_layer=True)
+            weights["next_gain"] = self.next_gain()
             outputs["normed"] = normed
         return Residual(
             name="residual", inputs={"in": "unpooled", "stream": stream}, outputs=outputs, weights=weights,
@@ -553,6 +675,17 @@ def _refuse_unfit_attention(
         "global" in (kind, following) and (positions % POSITION_STEP != 0 or positions > MOST_POSITIONS),
         f"positions={positions}: a growing cache holds a multiple of {POSITION_STEP}, at most {MOST_POSITIONS:,}",
     )
+
+
+def _refuse_unfit_ends(c: MuseSparkConfig, tp: int, following: str = "sliding") -> None:
+    def refuse(wrong: bool, message: str, hint: str | None = None) -> None:
+        if wrong:
+            raise ScheduleError(message, loc=here(), hint=hint)
+
+    refuse(c.vocab < 1 or c.vocab % tp != 0, f"vocab={c.vocab} cannot be dealt to {tp} ranks")
+    refuse(c.vocab > MOST_VOCAB, f"vocab={c.vocab}: at most {MOST_VOCAB:,}")
+    refuse(not c.softcap > 0, f"softcap={c.softcap}: logits are between its negative and itself")
+    refuse(following == "end", "following='end': a step's first launch is followed by a layer")
 
 
 def _refuse_unstreamable(op: Op) -> None:

@@ -58,7 +58,7 @@ class Choose(Op):
         return (
             RoleSpec(
                 name="score", warps=(8,), align=4, reads=("partials",), writes=("logits", "bests"),
-                hands_back=("partials",), registers=80,
+                hands_back=("partials",), registers=72,
             ),
             RoleSpec(name="pick", warps=(1,), reads=("bests",), writes=("votes",), hands_back=("bests",)),
             RoleSpec(name="agree", warps=(1,), reads=("votes",), writes=("ids",)),

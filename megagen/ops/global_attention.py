@@ -4,8 +4,8 @@ A cache grows with its sequence: number n stands in chunk n // 64, at place n % 
 first and longer ones further on, so that a long sequence has a few hundred at most. Work unit: a kv head and a span.
 Its keys and values come from HBM once, through the block's ring, two chunks a stage; each warp of the attend role
 folds them into one query head's sums, chunk by chunk in ascending order. The merge role adds the spans, even ones and
-odd ones in ascending order, the odd sum to the even one. Chunks and spans follow from absolute numbers, and what a token
-does not see leaves its sums as they were, so its bits do not depend on the launch that it comes in.
+odd ones in ascending order, the odd sum to the even one. Chunks and spans follow from absolute numbers, and what a
+token does not see leaves its sums as they were, so its bits do not depend on the launch that it comes in.
 """
 
 from __future__ import annotations

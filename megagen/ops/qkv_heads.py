@@ -102,3 +102,12 @@ class QkvHeads(Op):
         return {
             out["q"]: turn(heads(q) * self.scale), out["gate"]: gate, out["keys"]: turn(heads(k)), out["values"]: v,
         }  # fmt: skip
+
+
+def rotary(positions: int, head_dim: int = HEAD_DIM, theta: float = 500_000.0) -> torch.Tensor:
+    """fp32 [positions, head_dim]: of each position the cosines, then the sines, as transformers computes them."""
+    import torch
+
+    inv_freq = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)
+    angles = torch.arange(positions).float().unsqueeze(1) * inv_freq
+    return torch.cat([angles.cos(), angles.sin()], dim=1)

@@ -46,6 +46,7 @@ class Rank(ABC):
     A subclass says where memory is and how launches get there. ``in_place``: bound tensors stay where they are (else
     they are copied into the device's memory). ``beside``: the rank of another Plan on the same device, whose control
     words and abort word this one uses too: what one launch works on, the next does, and one that gives up ends all.
+    ``control``: int32 [64] for these words.
     """
 
     in_place = True
@@ -61,6 +62,7 @@ class Rank(ABC):
         timeout_ms: int,
         overrides: bool,
         beside: Rank | None = None,
+        control: torch.Tensor | None = None,
     ) -> None:
         self.plan, self.device, self.timeout_ms = plan, device, timeout_ms
         self._first: Rank = self if beside is None else beside._first
@@ -70,15 +72,23 @@ class Rank(ABC):
         self.experts = int(route["kExperts"]) if route else 0
         self.overrides = overrides and bool(self.top_k)
         self.heap = self._empty("heap", "exchange", "uint8", (plan.heap.bytes,))
-        self._control: torch.Tensor = (
-            self._empty("control", "control", "int32", (params.CONTROL_WORDS,)) if beside is None else beside._control
-        )
+        if beside is not None:
+            control = beside._control
+        if control is None:
+            control = self._empty("control", "control", "int32", (params.CONTROL_WORDS,))
+        self._control: torch.Tensor = control
         self._routes = self._empty("route_override", "control", "int32", (plan.tokens, max(1, self.top_k)))
         self.outputs = {
             p.name: self._empty(p.name, p.what, p.dtype, p.shape) for p in plan.params if p.what == "output"
         }
         self._expected = params.expected(plan)
         self._positions = params.positions(plan)
+
+    @property
+    def abort_word(self) -> torch.Tensor:
+        """int32 [1]: not 0 once a wait has expired."""
+        start = self._first.plan.heap.abort_offset
+        return self._first.heap[start : start + 4].view(self._torch.int32)
 
     @property
     def abort_address(self) -> int:

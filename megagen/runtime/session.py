@@ -62,8 +62,9 @@ class Session(Rank):
     ``artifact``; launches allocate nothing. ``live`` ranks of ``plan.tp`` are live, the others stood in for.
     ``timeout_ms`` bounds every wait on the device (0: none, for final timing). ``overrides``: give the kernel
     the table of route overrides (all "keep" at first). ``tokens`` starts at the Plan's maximum. One of several live
-    ranks can launch once they have met (:class:`megagen.runtime.group.Group` makes them). ``beside``: see
-    :class:`Rank`. ``heap``: uint8 [plan.heap.bytes] that other processes reach too, else the session allocates it.
+    ranks can launch once they have met (:class:`megagen.runtime.group.Group` makes them). ``beside`` and
+    ``control``: see :class:`Rank`. ``heap``: uint8 [plan.heap.bytes] that other processes reach too, else the session
+    allocates it.
 
     Raises DeviceError when there is no usable GPU, it is of another architecture than the Plan's, or the blocks
     cannot all be resident (the kernel would hang). Use it in one thread, one launch sequence at a time: launches
@@ -82,6 +83,7 @@ class Session(Rank):
         overrides: bool = True,
         beside: Session | None = None,
         heap: torch.Tensor | None = None,
+        control: torch.Tensor | None = None,
     ) -> None:
         self._own_heap = heap
         self._torch = torch = driver.require_torch(device)
@@ -114,7 +116,16 @@ class Session(Rank):
 
         pinned = torch.zeros(IN_FLIGHT, params.CONTROL_WORDS, dtype=torch.int32, pin_memory=True)
         self._uploads = Uploads(list(pinned), torch.cuda.Event)
-        super().__init__(plan, device_, live=live, rank=rank, timeout_ms=timeout_ms, overrides=overrides, beside=beside)
+        super().__init__(
+            plan,
+            device_,
+            live=live,
+            rank=rank,
+            timeout_ms=timeout_ms,
+            overrides=overrides,
+            beside=beside,
+            control=control,
+        )
         self._side = torch.cuda.Stream(self.device)  # reads progress while the launch stream is busy
         self._progress = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         if live == 1:

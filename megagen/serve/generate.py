@@ -60,7 +60,7 @@ class Meter:
             }
             if floor := decoder.get("floor_s"):
                 found["floor_ratio"] = step / floor
-        return found | decoder
+        return {**found, **decoder}
 
 
 def budget(ids: Sequence[int], max_new_tokens: int | None, vocab: int, positions: int) -> int:
@@ -128,18 +128,17 @@ def _run(
         best = decoding.step(ids[start : start + decoding.most], start)
     for made in range(1, wanted + 1):
         token = best[-1] if sampling.greedy else sample(decoding.logits()[-1], sampling, position)
-        now = perf_counter()
+        chosen = perf_counter()
         if made == 1:
-            meter.prefill, first = now - began, now
+            meter.prefill, first = chosen - began, chosen
         else:
-            meter.steps.append(now - began)
-            meter.others.append(began - last)
-            meter.decode = now - first
-        last = now
+            meter.steps.append(chosen - began)
+            meter.decode = chosen - first
         reason = Stop.TOKEN if token in stop else end if made == wanted else None
         yield Token(token, reason)
         if reason is not None or not proceed(made):
             return
         began = perf_counter()
+        meter.others.append(began - chosen)
         best = decoding.step([token], position)
         position += 1

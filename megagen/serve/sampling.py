@@ -1,8 +1,8 @@
 """The next token from its logits: greedy, or drawn so that every rank, and every run with that seed, draws the same.
 
-Sums of floating-point numbers depend on their order, which a GPU does not promise. So weights become integers: exp of the
-distance to the largest logit, as a fraction of 2**62 / vocab, rounded down. Their sums are exact, whoever adds them.
-What is less likely than the likeliest token by that factor (2**44 of Muse Spark's 202,048 tokens) is never drawn.
+Sums of floating-point numbers depend on their order, which a GPU does not promise. So weights become integers: exp of
+the distance to the largest logit, in units of vocab / 2**62, rounded down. Their sums are exact, whoever adds them.
+What is less likely than the likeliest token by more than that (2**44 for 202,048 tokens) is never drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sampling:
     """``temperature`` 0, or ``top_k`` 1, takes the token with the largest logit, the lowest id among equals.
 
     Otherwise: the ``top_k`` most likely (0: all; the lower id of equals), softmax of logits / temperature over those,
-    then the fewest of the likeliest whose probabilities sum to ``top_p``. Raises MegagenError for values that mean nothing.
+    then the fewest of the likeliest whose probabilities sum to ``top_p``. Raises MegagenError for other values.
     """
 
     temperature: float = 0.0
@@ -77,7 +77,7 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     inside = before < sums[-1].double() * sampling.top_p  # the first is, whatever top_p
     total = sums[inside.sum() - 1]
     drawn = (total.double() * uniform(sampling.seed, position)).long().clamp(max=total - 1)
-    place = torch.searchsorted(sums, drawn, right=True)
+    place = torch.searchsorted(sums, drawn, right=True).clamp(max=kept - 1)  # of what is not finite, too
     token, fine = torch.stack([order[place], torch.isfinite(logits).all().long()]).tolist()  # one wait for the device
     if not fine:
         raise DeviceError(f"logits of the token at position {position} are not finite", hint="damaged weights?")

@@ -10,7 +10,12 @@ from typing import Any
 from megagen.errors import DeviceError, MegagenError, WeightError
 from megagen.runtime.driver import INSTALL
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")  # one of them: there is a tokenizer
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+)  # one of them: there is a tokenizer
 END = "<|eot|>"  # of Muse Spark's turn
 MESSAGE_END = "<|eom|>"  # of a message within a turn: what follows it belongs to the answer
 UNKNOWN = "\ufffd"  # what a decoder makes of bytes that are no text (yet)

@@ -1,7 +1,7 @@
 """The process of one rank: ``python -m megagen.serve.worker``, started by :mod:`megagen.serve.supervisor` alone.
 
-It makes the rank's decoder, then runs whole generations by itself, as all ranks do: they choose the same tokens, for they
-have the same logits and draw the same numbers. Rank 0's go to the parent one by one, the others' a few at a time.
+It makes the rank's decoder, then runs whole generations by itself, as all ranks do: they choose the same tokens, for
+they have the same logits and draw the same numbers. Rank 0's go to the parent one by one, the others' a few at a time.
 """
 
 from __future__ import annotations
@@ -9,101 +9,21 @@ from __future__ import annotations
 import fcntl
 import importlib
 import os
-import pickle
 import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
-from megagen.errors import MegagenError
 from megagen.serve.board import Board
 from megagen.serve.decoding import Decoding
-from megagen.serve.generate import Meter, Stop, generate
-from megagen.serve.sampling import Sampling
+from megagen.serve.generate import Meter, generate
+from megagen.serve.messages import Done, Failed, Ids, Load, Progress, Ready, Request
 
 BEAT_S = 0.2
 EVERY = 8  # tokens, of ranks other than 0, that go to the parent together
 GATE_S = 0.5e-3  # between looks at whether the parent allows more
-
-
-@dataclass(frozen=True)
-class Load:
-    """The first message to a worker: ``factory``, "package.module:function", makes the rank's decoder."""
-
-    factory: str
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Request:
-    ids: tuple[int, ...]
-    max_new_tokens: int | None
-    sampling: Sampling
-    stop: frozenset[int]
-
-
-@dataclass(frozen=True)
-class Progress:
-    """A part of loading is done."""
-
-
-@dataclass(frozen=True)
-class Ready:
-    vocab: int
-    positions: int
-    most: int
-
-
-@dataclass(frozen=True)
-class Ids:
-    """The next tokens that a rank chose."""
-
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Done:
-    """The last tokens of a run. ``stop`` is None for one that the parent ended."""
-
-    ids: tuple[int, ...]
-    stop: Stop | None
-    statistics: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Failed:
-    """An exception, in parts: megagen's have required arguments, so pickle alone cannot remake them."""
-
-    kind: type[BaseException]
-    text: str
-    state: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        state = {k: v for k, v in vars(error).items() if _travels(v)}
-        ours = isinstance(error, MegagenError) and _travels(type(error))
-        return cls(type(error) if ours else RuntimeError, f"{type(error).__name__}: {error}", state)
-
-    def error(self) -> MegagenError | None:
-        """megagen's own, as it was; None for any other."""
-        if not issubclass(self.kind, MegagenError):
-            return None
-        made = self.kind.__new__(self.kind)
-        vars(made).update(self.state)
-        return made
-
-
-def _travels(value: object) -> bool:
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:
-        return False
-    return True
 
 
 def main(arguments: list[str]) -> int:
@@ -125,9 +45,9 @@ def main(arguments: list[str]) -> int:
             import traceback
 
             traceback.print_exc()
-        link.send(Failed.of(error))
-        with suppress(EOFError):  # until the parent knows what became of the others
-            link.recv()
+        with suppress(EOFError, OSError):
+            link.send(Failed.of(error))
+            link.recv()  # until the parent knows what became of the others
         return 1
     return 0
 
@@ -156,7 +76,7 @@ def _run(rank: int, board: Board, link: Connection, decoding: Decoding, request:
 
     meter, waiting, stop = Meter(), list[int](), None
     every = 1 if rank == 0 else EVERY
-    for token in generate(
+    tokens = generate(
         decoding,
         request.ids,
         max_new_tokens=request.max_new_tokens,
@@ -164,13 +84,18 @@ def _run(rank: int, board: Board, link: Connection, decoding: Decoding, request:
         stop=request.stop,
         meter=meter,
         proceed=proceed,
-    ):
-        waiting.append(token.id)
-        if stop := token.stop:
-            break
-        if len(waiting) == every:
-            link.send(Ids(tuple(waiting)))
-            waiting.clear()
+    )
+    try:
+        for token in tokens:
+            waiting.append(token.id)
+            if stop := token.stop:
+                break
+            if len(waiting) == every:
+                link.send(Ids(tuple(waiting)))
+                waiting.clear()
+    except Exception:
+        link.send(Ids(tuple(waiting)))  # which may tell why
+        raise
     link.send(Done(tuple(waiting), stop, meter.statistics(decoding.statistics()) if rank == 0 else {}))
 
 

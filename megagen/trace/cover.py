@@ -12,6 +12,7 @@ import numpy as np
 
 from megagen.ir.plan import OpPlan, StepPlan
 from megagen.trace import hbm
+from megagen.trace.model import RING_LOADS
 from megagen.trace.table import Ints, Launch, place
 
 LITTLE = 0.1  # of a wait or of a weight: not worth a directive
@@ -149,14 +150,14 @@ class Cover:
         """The warp that is first done with all ops before ``at``, of those that neither load nor work for it."""
         of, plan = self.launch, self.launch.names.plan
         earlier = [op.name for op in plan.ops[: plan.ops.index(at)]]
-        busy = {w for op in plan.ops for role, ws in op.roles.items() if op == at or role == "load_weights" for w in ws}
+        busy = {w for op in plan.ops for role, ws in op.roles.items() if op == at or role in RING_LOADS for w in ws}
         jobs = np.flatnonzero(~of.waits & np.array([s.op in earlier for s in of.names.steps])[of.step])
         warp = of.thread[jobs] % plan.launch.warps
         free = [w for w in range(plan.launch.warps) if w not in busy] or [plan.launch.warps - 1]
         return min(free, key=lambda w: float(np.median(of.end[jobs[warp == w]])) if (warp == w).any() else 0.0)
 
     def _loading(self, op: str) -> list[StepPlan]:
-        return [s for s in self.launch.names.steps if s.op == op and s.call == "load_weights"]
+        return [s for s in self.launch.names.steps if s.op == op and s.call in RING_LOADS]
 
     @cached_property
     def rate(self) -> float:

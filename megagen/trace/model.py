@@ -10,6 +10,8 @@ from typing import Literal
 
 from megagen.ir.graph import Frozen
 
+RING_LOADS = ("load_weights", "load")  # roles that fill the ring
+
 Stat = tuple[float, float, float]
 
 
@@ -53,7 +55,7 @@ class Row(Frozen):
     @property
     def head(self) -> Part | None:
         """The role with whose input the op begins."""
-        return min((p for p in self.parts if p.role != "load_weights"), key=lambda p: p.ready[1], default=None)
+        return min((p for p in self.parts if p.role not in RING_LOADS), key=lambda p: p.ready[1], default=None)
 
 
 class Wait(Frozen):

@@ -197,7 +197,7 @@ class _Sums:
             first, last, nbytes = asked[:, :, i].transpose(1, 0, 2)
             if np.isfinite(first).any():
                 yield model.Loads(
-                    into="ring" if self.names.roles[i][1] == "load_weights" else "l2", begin=_stat(first),
+                    into="l2" if self.names.roles[i][1] == "prefetch_l2" else "ring", begin=_stat(first),
                     end=_stat(last), bytes=int(np.median(np.nansum(self._ranks(nbytes), axis=-1))),
                     blocks=self._count(first),
                 )  # fmt: skip
@@ -389,6 +389,8 @@ def _called(call: str, ops: list[str]) -> str:
     match call, ops:
         case "load_weights", _:
             return "loads weights"
+        case "load", _:
+            return f"loads for {' and '.join(ops)}"
         case "prefetch_l2", _:
             return f"asks L2 for {' and '.join(ops)}"
         case "reset", _:

@@ -20,12 +20,13 @@ from megagen.errors import WeightError
 from megagen.ir.graph import DType, Graph, Shard, Weight
 from megagen.models.muse_spark import layer_kinds
 from megagen.ops.attention import Attention
+from megagen.ops.global_attention import GlobalAttention
 from megagen.ops.packing import BLOCK, Nvfp4, pack_weight, stages, vectors
 from megagen.ops.qkv_heads import QkvHeads
 from megagen.weights import shards
-from megagen.weights.shards import SIZES, TYPES, Stored
+from megagen.weights.shards import TYPES, Stored
 
-BASES = ("model.language_model.", "model.")  # the text model's names: of the whole model, of one with text only
+BASES = ("model.language_model.", "model.", "")  # of the text model's names: in the whole one, with a head, alone
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 SUFFIXES = ("", "_weight_scale", "_weight_scale_2")  # an NVFP4 weight's tensors: codes, block scales, second level
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -93,8 +94,8 @@ class Checkpoint:
         return DType.NVFP4 if any(n.endswith(SUFFIXES[1]) for n in names) else DType.BF16
 
     def identity(self) -> dict[str, Any]:
-        """What tells this checkpoint from another: of each shard its size, time of change and header's hash, of the index
-        and the configurations a hash. No tensor is read."""
+        """What tells this checkpoint from another: size, time of change and hash of the header of each shard; hashes of
+        the index and the configurations. No tensor is read."""
         small = {name: self.directory / name for name in (INDEX, *CONFIGS)}
         return {
             "shards": {file: shards.identity(self.directory / file) for file in sorted({*self._files.values()})},
@@ -177,6 +178,8 @@ class Checkpoint:
         for op in graph.ops:
             if isinstance(op, Attention) and 0 <= layer < len(kinds) and not kinds[layer].sliding:
                 problems.append(f"config.json: layer {layer} attends to its whole context, {op.name} to a window")
+            if isinstance(op, GlobalAttention) and 0 <= layer < len(kinds) and kinds[layer].sliding:
+                problems.append(f"config.json: layer {layer} attends to a window, {op.name} to its whole context")
             if isinstance(op, QkvHeads) and layer + 1 < len(kinds) and kinds[layer + 1].rotates is not op.rotate:
                 does, here = ("rotates", "does not") if kinds[layer + 1].rotates else ("does not rotate", "does")
                 problems.append(f"config.json: layer {layer + 1} {does} q and k, {op.name} {here}")
@@ -219,6 +222,7 @@ class Source:
     ) -> list[torch.Tensor]:
         """Some rows of some matrices as stored: [experts, rows, columns], for NVFP4 codes and block scales, else one
         tensor. ``rows`` are counted in what the rank holds, parts and padding included, and stacked."""
+        column = rank or 0 if self.weight.shard is Shard.K else 0
         planes = self.tensors[:2] if self.weight.dtype is DType.NVFP4 else self.tensors[:1]
         cut = rank is not None and self.weight.shard is Shard.K
         found = []
@@ -235,7 +239,7 @@ class Source:
                     if some:
                         tensor = self.tensors[part] if len(planes) == 1 else plane
                         into = out[:, at + some.start - wanted.start :][:, : len(some)].numpy()
-                        tensor.fill(into, experts.start, first + some.start - begin, rank * width if cut and rank else 0)
+                        tensor.fill(into, experts.start, first + some.start - begin, column * width)
                 at += len(wanted)
             found.append(out.view(TYPES[plane.dtype]))
         return found

@@ -1,7 +1,7 @@
 """The layouts of :mod:`megagen.ops.packing` made on a CPU: the same bytes, several times as fast on one core.
 
-NVFP4 words come from two tables of 65,536 entries, by four codes of a row at once, and what is worked on at a time stays
-in a core's cache. numpy lets go of the interpreter and starts no threads, so matrices are packed side by side.
+NVFP4 words come from two tables of 65,536 entries, by four codes of a row at once, and what is worked on at a time
+stays in a core's cache. numpy lets go of the interpreter and starts no threads, so matrices are packed side by side.
 """
 
 from __future__ import annotations

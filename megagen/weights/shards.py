@@ -95,7 +95,7 @@ class Shard:
         self.tensors = self._tensors()
 
     def _state(self) -> tuple[int, int, int]:
-        found = os.stat(self.path)
+        found = self.path.stat()
         return found.st_size, found.st_mtime_ns, found.st_ino
 
     def _tensors(self) -> dict[str, Stored]:
@@ -125,7 +125,7 @@ class Shard:
         dtype, shape, (begin, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
         if type(dtype) is not str or any(type(n) is not int or n < 0 for n in (*shape, begin, end)):
             raise ValueError(f"{name} is no tensor")
-        if dtype in SIZES and prod(shape) * SIZES[dtype] != end - begin or end < begin:
+        if end < begin or (dtype in SIZES and prod(shape) * SIZES[dtype] != end - begin):
             raise ValueError(f"{name}: {end - begin} bytes are not {dtype} {list(shape)}")
         return begin, end, Stored(self, name, dtype, shape, begin)
 
@@ -139,7 +139,7 @@ class Shard:
 
     def read(self, at: int, out: Array) -> None:
         """Fill ``out``, contiguous uint8, with the bytes from ``at`` on."""
-        view = memoryview(out.reshape(-1))
+        view = memoryview(out.data).cast("B") if out.size else memoryview(b"")
         while view:
             try:
                 n = os.preadv(self._fd, [view], at)

@@ -200,7 +200,7 @@ struct KernelPolicy {
   using Accum = AccumPolicy;
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 120, kCluster = 2, kTokens = 16;
-  static constexpr u32 kAbortOffset = 512, kRecordOffset = 768, kEpochOffset = 0;
+  static constexpr u32 kRecordOffset = 768, kEpochOffset = 0;
   static constexpr bool kPdl = true;
   using Stamps = debug::Stamps<300, false>;  // every_directive.py:54
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -235,6 +235,8 @@ struct PreFfnNorm {  // every_directive.py:38
   using Out = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-05f;
+  static constexpr u32 kCentred = 1;
+  static constexpr u32 kRoundInput = 0;
   static constexpr u32 kScratch = 176144;
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
@@ -277,6 +279,8 @@ struct PreExpertNorm {  // every_directive.py:38
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
   static constexpr float kEps = 1e-05f;
+  static constexpr u32 kCentred = 1;
+  static constexpr u32 kRoundInput = 0;
   static constexpr u32 kScratch = 176208;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }

@@ -43,6 +43,11 @@ struct Choose {
         __device__ __forceinline__ void meet(u32 other_key, u32 other_row) {
             if (other_key > key || (other_key == key && other_row < row)) key = other_key, row = other_row;
         }
+
+        __device__ __forceinline__ Candidate over_warp() const {
+            const u32 top = __reduce_max_sync(kFullMask, key);
+            return {top, __reduce_min_sync(kFullMask, key == top ? row : ~0u)};
+        }
     };
 
     // Half a warp has a token of a group, a lane four consecutive rows.
@@ -104,28 +109,36 @@ struct Choose {
 #pragma unroll
                 for (u32 i = 0; i < kBatch; ++i) best.meet(v[i].x, v[i].y), best.meet(v[i].z, v[i].w);
             }
-            const u32 key = __reduce_max_sync(kFullMask, best.key);
-            const u32 row = __reduce_min_sync(kFullMask, best.key == key ? best.row : ~0u);
+            best = best.over_warp();
 #pragma unroll 1
-            for (u32 e = ctx.lane * 4; e < kVote; e += 128) Op::Votes::send(ctx, token, e, uint4{key, row, key, row});
+            for (u32 e = ctx.lane * 4; e < kVote; e += 128)
+                Op::Votes::send(ctx, token, e, uint4{best.key, best.row, best.key, best.row});
             Op::Votes::publish(ctx);
         }
     }
 
-    // All ranks choose the same. A rank's rows are lower ids than those of the ranks after it.
+    // All ranks choose the same. A rank's rows are lower ids than those of the ranks after it. All of a vote is read:
+    // what nobody waits for could come after its place has been emptied.
     template <class Ctx>
     MEGAGEN_DEVICE void agree(Ctx& ctx) {
+        constexpr u32 kAll = Op::kParts * kVote / 4,
+                      kEach = (kAll + 31) / 32; // vectors of a token's votes, and a lane's
         const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
         if (mine.first == mine.last || !Op::Votes::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
-            uint4 v[1];
-            if (!Op::Votes::read(ctx, v, ctx.lane < Op::kParts,
-                                 [&](u32) { return (token * Op::kParts + ctx.lane) * kVote; }))
+            uint4 v[kEach];
+            const auto vector = [&](u32 i) { return i * 32 + ctx.lane; };
+            if (!Op::Votes::read(ctx, v, ctx.lane < kAll, [&](u32 i) { return (token * kAll + vector(i)) * 4; }))
                 return;
-            const u32 key = __reduce_max_sync(kFullMask, v[0].x);
-            const u32 winner = __ffs(__ballot_sync(kFullMask, v[0].x == key)) - 1;
-            if (ctx.lane == winner) Op::Ids::send(ctx, 0, token, winner * kReal + v[0].y);
+            Candidate best{0, 0};
+#pragma unroll
+            for (u32 i = 0; i < kEach; ++i) {
+                const u32 first = vector(i) * 4 / kVote * kReal; // of this rank's ids
+                best.meet(v[i].x, first + v[i].y), best.meet(v[i].z, first + v[i].w);
+            }
+            const u32 id = best.over_warp().row;
+            if (ctx.lane == 0) Op::Ids::send(ctx, 0, token, id);
         }
     }
 };

@@ -206,15 +206,14 @@ struct GlobalAttention : AttentionTile {
 #pragma unroll
             for (u32 h = 0; h < 2; ++h) mask(seen(ctx, 0, rows.ancestors[h], start + t * 16), h, s);
         }
-        u32 p[kTiles][2];
-        float keep[2];
+        u32 p[kTiles][2] = {};
+        float keep[2] = {1.0f, 1.0f};
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            const float now = larger(most[h], quad_max(most_of(s, h, s[0][2 * h])));
-            const float shift = now == __uint_as_float(kNone) ? 0.0f : -(now * Op::kScale);
-            keep[h] = now == most[h] ? 1.0f : __expf((most[h] - now) * Op::kScale);
-            most[h] = now;
-            sum[h] = fmaf(sum[h], keep[h], weights_of(s, h, Op::kScale, shift, 0, p));
+            if (h == 1 && ctx.tokens <= 8) break; // nobody's rows
+            const Shift shift = bring(most[h], larger(most[h], quad_max(most_of(s, h, s[0][2 * h]))));
+            keep[h] = shift.keep;
+            sum[h] = fmaf(sum[h], shift.keep, weights_of(s, h, Op::kScale, shift.by, 0, p));
         }
         if (__any_sync(kFullMask, keep[0] != 1.0f || keep[1] != 1.0f)) {
 #pragma unroll
@@ -251,10 +250,11 @@ struct GlobalAttention : AttentionTile {
         }
     }
 
-    // A warp has a token of a head: lane i the statistics of span i of every 32, then of every second span four dims.
+    // A warp has a token of a head: of some spans at a time lane i the statistics of span i and i + 32, then of every
+    // second one four dims. Sums so far are brought to the largest score of all, as in the spans themselves.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void merge(Ctx& ctx) {
-        constexpr u32 kStats = (Op::kSpans + 31) / 32, kBatch = 16;
+        constexpr u32 kBatch = 32, kStats = kBatch / 16;                                           // as registers allow
         constexpr u64 kStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow; // from span to span
         const Range mine = share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks);
         if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
@@ -267,34 +267,56 @@ struct GlobalAttention : AttentionTile {
             if (!Op::Gate::read(ctx, gate, true, [&](u32) { return token * kWidth + head * kHeadDim + dim / 8 * 8; }))
                 return;
             const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
-            const auto has = [&](u32 j) { return j * 32 + ctx.lane < live; };
-            const auto statistic = [&](u32 j) { return row + (j * 32 + ctx.lane) * kStride + kHeadDim; };
-            uint4 stats[kStats];
-            if (!Op::Partials::read_where(ctx, stats, has, statistic)) return;
-            Op::Partials::template release_where<kStats>(ctx, has, statistic);
-            float weight[kStats], x[4] = {};
-            const float scale = weigh(has, Op::kScale, stats, weight);
+            float most = __uint_as_float(kNone), sum = 0, x[4] = {};
 #pragma unroll 1
-            for (u32 b = 0; b * 32 < live; ++b) {
-                const auto wanted = [&](u32 j) { return b * 32 + 2 * j + half < live; };
-                const auto index = [&](u32 j) { return row + (b * 32 + 2 * j + half) * kStride + dim; };
-                uint4 v[kBatch];
+            for (u32 first = 0; first < live; first += 2 * kBatch) {
+                const auto span = [&](u32 j) {
+                    return first + (j < kStats ? 32 * j + ctx.lane : 2 * (j - kStats) + half);
+                };
+                const auto wanted = [&](u32 j) { return span(j) < live; };
+                const auto index = [&](u32 j) { return row + span(j) * kStride + (j < kStats ? kHeadDim : dim); };
+                uint4 v[kStats + kBatch];
                 if (!Op::Partials::read_where(ctx, v, wanted, index)) return;
-                Op::Partials::template release_where<kBatch>(ctx, wanted, index);
-                float w = 0;
+                Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);
+                float now = most, weight[kStats];
 #pragma unroll
-                for (u32 j = 0; j < kStats; ++j) w = j == b ? weight[j] : w;
+                for (u32 j = 0; j < kStats; ++j)
+                    now = larger(now, wanted(j) ? __uint_as_float(v[j].x) : __uint_as_float(kNone));
+#pragma unroll
+                for (u32 d = 16; d > 0; d /= 2) now = larger(now, __shfl_xor_sync(kFullMask, now, d));
+                const Shift shift = bring(most, now);
+                sum *= shift.keep;
+#pragma unroll
+                for (u32 j = 0; j < kStats; ++j) {
+                    weight[j] = wanted(j) ? __expf(fmaf(__uint_as_float(v[j].x), Op::kScale, shift.by)) : 0.0f;
+                    sum = fmaf(weight[j], __uint_as_float(v[j].y), sum);
+                }
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) x[e] *= shift.keep;
 #pragma unroll
                 for (u32 j = 0; j < kBatch; ++j) {
-                    const float share = __shfl_sync(kFullMask, w, 2 * j + half);
+                    const float w = __shfl_sync(kFullMask, weight[j / 16], 2 * j % 32 + half);
                     float o[4];
-                    unpack<4>(v[j], o);
+                    unpack<4>(v[kStats + j], o);
 #pragma unroll
-                    for (u32 e = 0; e < 4; ++e) x[e] = fmaf(share, o[e], x[e]);
+                    for (u32 e = 0; e < 4; ++e) x[e] = fmaf(w, o[e], x[e]);
                 }
             }
-            finish<Op, kWidth>(ctx, token, head, x, scale, gate[0]);
+            finish<Op, kWidth>(ctx, token, head, x, __fdividef(1.0f, warp_sum(sum)), gate[0]);
         }
+    }
+
+    // From scores less `most` to scores less `now`, which is not smaller: what sums so far are to be multiplied by, and
+    // what is to be added to a scaled score. What stays is multiplied by exactly one.
+    struct Shift {
+        float keep;
+        float by;
+    };
+    MEGAGEN_DEVICE Shift bring(float& most, float now) {
+        const Shift shift = {now == most ? 1.0f : __expf((most - now) * Op::kScale),
+                             now == __uint_as_float(kNone) ? 0.0f : -(now * Op::kScale)};
+        most = now;
+        return shift;
     }
 };
 

@@ -186,7 +186,7 @@ struct KernelPolicy {
   using Accum = AccumPolicy;
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
-  static constexpr u32 kAbortOffset = 768, kRecordOffset = 1024, kEpochOffset = 0;
+  static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -217,6 +217,8 @@ struct PreFfnNorm {  // muse_moe.py:45
   using Out = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-05f;
+  static constexpr u32 kCentred = 1;
+  static constexpr u32 kRoundInput = 0;
   static constexpr u32 kScratch = 131088;
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
@@ -259,6 +261,8 @@ struct PreExpertNorm {  // muse_moe.py:45
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
   static constexpr float kEps = 1e-05f;
+  static constexpr u32 kCentred = 1;
+  static constexpr u32 kRoundInput = 0;
   static constexpr u32 kScratch = 131152;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }

@@ -21,8 +21,8 @@ struct Params {
   const u8* gate;
   const u8* k_cache;
   const u8* v_cache;
-  const u8* rotary;
   u8* stream_out;
+  const u8* rotary;
   u8* next_q;
   u8* next_gate;
   u8* next_k_cache;
@@ -77,7 +77,7 @@ struct GroupResidual {
 }  // namespace barrier
 
 namespace channel {
-struct AttentionPartials {  // lamport, muse_swa.py:94
+struct AttentionPartials {  // lamport, _layer.py:78
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 2367488, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
@@ -85,7 +85,7 @@ struct AttentionPartials {  // lamport, muse_swa.py:94
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Attended {  // lamport, muse_swa.py:95
+struct Attended {  // lamport, _layer.py:79
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2469888, kBytes = 32768, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 0, kShard = 1024;
@@ -93,7 +93,7 @@ struct Attended {  // lamport, muse_swa.py:95
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Projected {  // lamport, muse_swa.py:101
+struct Projected {  // lamport, _layer.py:85
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2535424, kBytes = 2097152, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 131072, kShard = 8192;
@@ -101,7 +101,7 @@ struct Projected {  // lamport, muse_swa.py:101
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Middle {  // lamport, muse_swa.py:102
+struct Middle {  // lamport, _layer.py:86
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8826880, kBytes = 524288, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -109,7 +109,7 @@ struct Middle {  // lamport, muse_swa.py:102
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Normed {  // lamport, muse_swa.py:103
+struct Normed {  // lamport, _layer.py:87
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9351168, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -117,7 +117,7 @@ struct Normed {  // lamport, muse_swa.py:103
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, muse_swa.py:104
+struct Logits {  // lamport, _layer.py:88
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9875456, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -133,7 +133,7 @@ struct Routes {  // lamport
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, muse_swa.py:93
+struct PooledPartials {  // lamport, _layer.py:77
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10401792, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -141,7 +141,7 @@ struct PooledPartials {  // lamport, muse_swa.py:93
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, muse_swa.py:105
+struct Pooled {  // lamport, _layer.py:89
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10663936, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -149,7 +149,7 @@ struct Pooled {  // lamport, muse_swa.py:105
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, muse_swa.py:106
+struct ExpertIn {  // lamport, _layer.py:90
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11057152, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -157,7 +157,7 @@ struct ExpertIn {  // lamport, muse_swa.py:106
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, muse_swa.py:107
+struct ExpertMid {  // lamport, _layer.py:91
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11319296, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -165,7 +165,7 @@ struct ExpertMid {  // lamport, muse_swa.py:107
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, muse_swa.py:108
+struct ExpertOut {  // lamport, _layer.py:92
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 14465024, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -173,7 +173,7 @@ struct ExpertOut {  // lamport, muse_swa.py:108
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Combined {  // lamport, muse_swa.py:109
+struct Combined {  // lamport, _layer.py:93
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17610752, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -181,7 +181,7 @@ struct Combined {  // lamport, muse_swa.py:109
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, muse_swa.py:93
+struct UnpooledPartials {  // lamport, _layer.py:77
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17872896, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -189,7 +189,7 @@ struct UnpooledPartials {  // lamport, muse_swa.py:93
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, muse_swa.py:110
+struct Unpooled {  // lamport, _layer.py:94
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 18135040, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
@@ -197,7 +197,7 @@ struct Unpooled {  // lamport, muse_swa.py:110
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextNormed {  // lamport, muse_swa.py:111
+struct NextNormed {  // lamport, _layer.py:106
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 18921472, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -205,7 +205,7 @@ struct NextNormed {  // lamport, muse_swa.py:111
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextPartials {  // lamport, muse_swa.py:112
+struct NextPartials {  // lamport, _layer.py:107
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 19445760, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -236,13 +236,13 @@ struct VCache {
   static constexpr u32 kElementBytes = 2, kRowStride = 64;
   static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.v_cache; }
 };
-struct Rotary {
-  static constexpr u32 kElementBytes = 4, kRowStride = 64;
-  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.rotary; }
-};
 struct StreamOut {
   static constexpr u32 kElementBytes = 4, kRowStride = 8192;
   static __device__ __forceinline__ u8* pointer(const Params& p) { return p.stream_out; }
+};
+struct Rotary {
+  static constexpr u32 kElementBytes = 4, kRowStride = 64;
+  static __device__ __forceinline__ const u8* pointer(const Params& p) { return p.rotary; }
 };
 struct NextQ {
   static constexpr u32 kElementBytes = 2, kRowStride = 1024;
@@ -285,7 +285,7 @@ struct KernelPolicy {
   using Accum = AccumPolicy;
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
-  static constexpr u32 kAbortOffset = 768, kRecordOffset = 1024, kEpochOffset = 0;
+  static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -311,7 +311,7 @@ struct KernelPolicy {
 using Ctx = Context<KernelPolicy>;
 
 namespace policy {
-struct Attention {  // muse_swa.py:60
+struct Attention {  // _layer.py:48
   using Q = Input<tensor::Q>;
   using Gate = Input<tensor::Gate>;
   using Keys = Input<tensor::KCache>;
@@ -325,7 +325,7 @@ struct Attention {  // muse_swa.py:60
   static constexpr float kScale = 0.125f;
   static constexpr float kEps = 1e-05f;
 };
-struct OProj {  // muse_swa.py:57
+struct OProj {  // _layer.py:45
   using In = Channel<channel::Attended>;
   using Out = Channel<channel::Projected>;
   static constexpr u32 kRows = 8192;
@@ -336,7 +336,7 @@ struct OProj {  // muse_swa.py:57
   static constexpr u32 kOutbox = 131088;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
-struct PostAttention {  // muse_swa.py:61
+struct PostAttention {  // _layer.py:49
   using Stream = Input<tensor::Stream>;
   using In = Channel<channel::Projected>;
   using Out = Channel<channel::Middle>;
@@ -350,7 +350,7 @@ struct PostAttention {  // muse_swa.py:61
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.attention_gate; }
   static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.pre_ffn_gain; }
 };
-struct Router {  // muse_swa.py:57
+struct Router {  // _layer.py:45
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
@@ -360,7 +360,7 @@ struct Router {  // muse_swa.py:57
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
 };
-struct Pooler {  // muse_swa.py:57
+struct Pooler {  // _layer.py:45
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::PooledPartials>;
   using Out = Channel<channel::Pooled>;
@@ -371,7 +371,7 @@ struct Pooler {  // muse_swa.py:57
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
 };
-struct TopK {  // muse_swa.py:63
+struct TopK {  // _layer.py:50
   using Logits = Channel<channel::Logits>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -383,16 +383,18 @@ struct TopK {  // muse_swa.py:63
   static constexpr float kScale = 1.0f;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
-struct PreExpertNorm {  // muse_swa.py:61
+struct PreExpertNorm {  // _layer.py:49
   using In = Channel<channel::Pooled>;
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
   static constexpr float kEps = 1e-05f;
+  static constexpr u32 kCentred = 1;
+  static constexpr u32 kRoundInput = 0;
   static constexpr u32 kScratch = 131664;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
-struct GateUp {  // muse_swa.py:57
+struct GateUp {  // _layer.py:45
   using In = Channel<channel::ExpertIn>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertMid>;
@@ -410,7 +412,7 @@ struct GateUp {  // muse_swa.py:57
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
-struct Down {  // muse_swa.py:57
+struct Down {  // _layer.py:45
   using In = Channel<channel::ExpertMid>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertOut>;
@@ -428,7 +430,7 @@ struct Down {  // muse_swa.py:57
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
-struct Combine {  // muse_swa.py:61
+struct Combine {  // _layer.py:49
   using In = Channel<channel::ExpertOut>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -441,7 +443,7 @@ struct Combine {  // muse_swa.py:61
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
-struct Unpooler {  // muse_swa.py:57
+struct Unpooler {  // _layer.py:45
   using In = Channel<channel::Combined>;
   using Partials = Channel<channel::UnpooledPartials>;
   using Out = Channel<channel::Unpooled>;
@@ -452,7 +454,7 @@ struct Unpooler {  // muse_swa.py:57
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
 };
-struct Residual {  // muse_swa.py:61
+struct Residual {  // _layer.py:49
   using Out = Output<tensor::StreamOut>;
   using In = Channel<channel::Unpooled>;
   using Stream = Channel<channel::Middle>;
@@ -467,7 +469,7 @@ struct Residual {  // muse_swa.py:61
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
   static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.next_gain; }
 };
-struct NextQkvg {  // muse_swa.py:57
+struct NextQkvg {  // _layer.py:45
   using In = Channel<channel::NextNormed>;
   using Partials = Channel<channel::NextPartials>;
   static constexpr u32 kRows = 2304;
@@ -477,7 +479,7 @@ struct NextQkvg {  // muse_swa.py:57
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.next_qkvg_weight; }
 };
-struct NextHeads {  // muse_swa.py:62
+struct NextHeads {  // _layer.py:105
   using Rotary = Input<tensor::Rotary>;
   using Q = Output<tensor::NextQ>;
   using Gate = Output<tensor::NextGate>;
@@ -503,21 +505,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
-      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
       ctx.step = 1;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
       ctx.step = 2;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
       ctx.step = 3;
       ctx.attach();
       ctx.step = 4;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
       ctx.step = 5;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
       ctx.step = 6;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
       ctx.step = 7;
-      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 1>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
       ctx.step = 8;
       ctx.drain();
     }
@@ -525,48 +527,48 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ctx.step = 9;
       ctx.attach();
       ctx.step = 10;
-      ops::TopK<policy::TopK>::select(ctx);  // muse_swa.py:63
+      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:50
       ctx.step = 11;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_swa.py:63
+      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:50
       ctx.step = 12;
-      Channel<channel::Attended>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::Projected>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::Normed>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::Logits>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::Routes>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::Pooled>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::ExpertIn>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::ExpertMid>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::ExpertOut>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::Combined>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::Unpooled>::reset(ctx);  // muse_swa.py:64
-      Channel<channel::NextNormed>::reset(ctx);  // muse_swa.py:64
+      Channel<channel::Attended>::reset(ctx);  // _layer.py:51
+      Channel<channel::Projected>::reset(ctx);  // _layer.py:51
+      Channel<channel::Normed>::reset(ctx);  // _layer.py:51
+      Channel<channel::Logits>::reset(ctx);  // _layer.py:51
+      Channel<channel::Routes>::reset(ctx);  // _layer.py:51
+      Channel<channel::Pooled>::reset(ctx);  // _layer.py:51
+      Channel<channel::ExpertIn>::reset(ctx);  // _layer.py:51
+      Channel<channel::ExpertMid>::reset(ctx);  // _layer.py:51
+      Channel<channel::ExpertOut>::reset(ctx);  // _layer.py:51
+      Channel<channel::Combined>::reset(ctx);  // _layer.py:51
+      Channel<channel::Unpooled>::reset(ctx);  // _layer.py:51
+      Channel<channel::NextNormed>::reset(ctx);  // _layer.py:51
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.step = 13;
       ctx.attach();
       ctx.step = 14;
-      ops::DenseGemm<policy::OProj>::reduce(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::OProj>::reduce(ctx);  // _layer.py:45
       ctx.step = 15;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // _layer.py:45
       ctx.step = 16;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // _layer.py:45
       ctx.step = 17;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_swa.py:57
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // _layer.py:45
       ctx.step = 18;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_swa.py:57
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // _layer.py:45
       ctx.step = 19;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // _layer.py:45
       ctx.step = 20;
-      ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _layer.py:45
     }
     else if (ctx.warp == 3) {  // warp 3
       ctx.step = 21;
       ctx.attach();
       ctx.step = 22;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_swa.py:59
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:47
       ctx.step = 23;
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_swa.py:59
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:47
     }
   }
   else {
@@ -575,35 +577,35 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ctx.step = 24;
       ctx.attach();
       ctx.step = 25;
-      ops::Attention<policy::Attention>::attend<4>(ctx);  // muse_swa.py:60
+      ops::Attention<policy::Attention>::attend<4>(ctx);  // _layer.py:48
       ctx.step = 26;
-      ops::Attention<policy::Attention>::merge<4>(ctx);  // muse_swa.py:60
+      ops::Attention<policy::Attention>::merge<4>(ctx);  // _layer.py:48
       ctx.step = 27;
-      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:45
       ctx.step = 28;
-      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // muse_swa.py:61
+      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:49
       ctx.step = 29;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:45
       ctx.step = 30;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:45
       ctx.step = 31;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_swa.py:61
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:49
       ctx.step = 32;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_swa.py:57
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:45
       ctx.step = 33;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_swa.py:57
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:45
       ctx.step = 34;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_swa.py:61
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:49
       ctx.step = 35;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:45
       ctx.step = 36;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_swa.py:61
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:49
       ctx.step = 37;
-      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // muse_swa.py:57
+      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:45
       ctx.step = 38;
-      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // muse_swa.py:62
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:105
       ctx.step = 39;
-      ctx.trigger();  // muse_swa.py:113
+      ctx.trigger();  // _layer.py:109
     }
   }
   ctx.end(true);

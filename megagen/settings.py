@@ -44,7 +44,7 @@ class Settings(BaseModel):
     cache_dir: Annotated[Path, BeforeValidator(_expand), AfterValidator(_absolute)] = Field(
         default_factory=_default_cache_dir
     )
-    """Where cubins, reports and failed sources are kept."""
+    """Where cubins, reports, failed sources and packed weights are kept."""
     cache: bool = True
     """0: read and write no cache; cubins live in a temporary folder until the process ends."""
     compiler: Literal["nvrtc", "nvcc"] = "nvrtc"

@@ -77,6 +77,8 @@ class Misbehaving(Fake):
         if len(self.steps) == self._when:
             if self._rank == self._who:
                 return self._act(best)
+            if self._what == "late exit":
+                raise HangError("a wait expired", record=None)
             if self._what == "hang":  # the others' GPUs give up on it
                 time.sleep(0.3)
                 raise HangError("a wait expired after 300 ms", record=None)
@@ -88,7 +90,8 @@ class Misbehaving(Fake):
                 raise WeightError("a shard is damaged", hint="copy it again", notes=(("layer 3", None),))
             case "bug":
                 raise ZeroDivisionError("division by zero")
-            case "exit":
+            case "exit" | "late exit":
+                time.sleep(0.1 if self._what == "late exit" else 0)
                 os._exit(3)
             case "hang" | "stall":
                 time.sleep(1000)
@@ -125,12 +128,47 @@ def make_never(*, rank: int, progress: Callable[[], None], who: int = 1) -> Fake
     raise AssertionError
 
 
-if __name__ == "__main__":  # a parent of its own: ranks, folder for notes
-    from megagen.serve.supervisor import Supervisor
+def make_decoder(*, rank: int, progress: Callable[[], None], directory: str, **_: Any) -> Fake:
+    """In the place of the real decoder of a checkpoint whose config.json describes a Fake."""
+    return make(rank=rank, progress=progress, **json.loads((Path(directory) / "config.json").read_text())["fake"])
 
-    ranks, note = int(sys.argv[1]), sys.argv[2]
-    with Supervisor(ranks, "serve_fakes:make_noted", {"note": note, "step_s": 0.01}) as group:
-        sys.stdout.write("ready\n")
-        sys.stdout.flush()
-        for _ in group.generate([1, 2, 3]):
-            pass
+
+class Decoders:
+    """In the place of megagen.runtime.decoder."""
+
+    opened: list[dict[str, Any]] = []  # noqa: RUF012 - of the process
+
+    @staticmethod
+    def foresee(directory: Path, *, tp: int, live: int, positions: int) -> list[tuple[str, int]]:
+        return [("weights", 4_000_000_000 // tp), ("keys and values", positions * 1_000_000)]
+
+    @classmethod
+    def open(cls, directory: Path, **given: Any) -> Fake:
+        cls.opened.append(given)
+        made = make_decoder(rank=given["rank"], progress=given["progress"], directory=str(directory))
+        made.positions = given["positions"]
+        made.cache = [None] * made.positions
+        return made
+
+
+def main(what: str, *args: str) -> None:
+    """``group``: a parent of so many ranks that leave notes in a folder. ``decode``: the command, with fake ranks."""
+    if what == "group":
+        from megagen.serve.supervisor import Supervisor
+
+        with Supervisor(int(args[0]), "serve_fakes:make_noted", {"note": args[1], "step_s": 0.01}) as group:
+            sys.stdout.write("ready\n")
+            sys.stdout.flush()
+            for _ in group.generate([1, 2, 3]):
+                pass
+    else:
+        from megagen.cli.main import app
+        from megagen.serve import engine
+
+        setattr(engine, "_decoder", lambda: Decoders)  # noqa: B010
+        engine.OPEN = "serve_fakes:make_decoder"
+        app(["decode", *args])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -307,9 +307,10 @@ def test_defaults_of_options() -> None:
     assert set(own) == {"--ranks", "--layers", "--rounds", "--replays", "--seed"}
     assert own.items() <= {p.opts[0]: str(p.default) for p in commands()["trace"].params}.items()
     assert set(rows) == {"--machine", "--tp", "--tokens"}
+    own_tp = (("emulate", "--tp"), ("decode", "--tp"))  # --ranks, and one GPU
     for name, command in commands().items():
         for p in command.params:
-            if p.opts[0] in rows and (name, p.opts[0]) != ("emulate", "--tp"):  # of which --ranks is the default
+            if p.opts[0] in rows and (name, p.opts[0]) not in own_tp:
                 assert str(p.default) == rows[p.opts[0]], f"{name} {p.opts[0]}"
 
 
@@ -382,7 +383,8 @@ def test_every_export_is_named() -> None:
 def test_table_of_roles_is_the_ops() -> None:
     """The union over the ops of a kind in the shipped graphs."""
     wanted: dict[tuple[str, str], list[Any]] = {}
-    shipped = (load(SHIPPED), load(LAYER), load(LAYER, options={"all_reduce": "two_shot"}))
+    ends = (load("muse_first.py"), load("muse_last.py"))
+    shipped = (load(SHIPPED), load(LAYER), load(LAYER, options={"all_reduce": "two_shot"}), *ends)
     for op in (op for schedule in shipped for op in schedule.graph.ops):
         for r in op.roles():
             counts = [" or ".join(map(str, r.warps)), str(r.align), str(r.registers or "")]

@@ -181,8 +181,8 @@ def test_transformers(emulate: Any, schedule: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "tp", "tokens", "choices", "seeds", "launches"),
     [
-        (1, 1, 1, {}, (1, 2), 2), (2, 2, 16, {}, (1, 2, 3), 4), (2, 2, 7, {"sync": "counter"}, (4, 5), 2),
-        (1, 8, 7, {}, (6, 7), 2), (2, 8, 16, {"sync": "flag"}, (8,), 2), (8, 8, 1, {"early_trigger": "True"}, (9,), 2),
+        (1, 1, 1, {}, (1, 2), 2), (2, 2, 16, {}, (1, 2, 3), 4), (1, 8, 7, {}, (4, 5), 2), (8, 8, 1, {}, (6,), 2),
+        (2, 2, 7, {"sync": "counter", "early_trigger": "True"}, (7, 8), 2), (1, 2, 16, {"sync": "flag"}, (9,), 2),
     ],
 )  # fmt: skip
 def test_last(
@@ -198,8 +198,8 @@ def test_last(
 @pytest.mark.parametrize(
     ("ranks", "tp", "tokens", "options", "choices"),
     [
-        (1, 1, 1, {}, {}), (2, 2, 16, {}, {"sync": "counter"}), (1, 8, 7, {"following": "global"}, {}),
-        (2, 8, 7, {}, {"sync": "flag", "early_trigger": "True"}),
+        (1, 1, 1, {}, {}), (2, 2, 16, {}, {"sync": "counter", "early_trigger": "True"}),
+        (1, 2, 7, {}, {"sync": "flag"}), (2, 8, 7, {"following": "global"}, {}),
     ],
 )  # fmt: skip
 def test_first(

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "megagen"
 # Each room may use those before it and itself. Rooms on the list that do not exist yet keep their place.
 ROOMS = (
     "errors files settings resources ir machines ops models dsl lower check sim emit compile emulate "
-    "weights runtime trace tune bench probe cli testing"
+    "weights runtime serve trace tune bench probe cli testing"
 ).split()
 LIGHT = ROOMS[: ROOMS.index("emulate") + 1]  # import and run with neither torch nor a GPU
 EASY = {None, *LIGHT, "cli", "testing"}  # import without

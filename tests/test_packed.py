@@ -16,12 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import draw, small_model
 
+from megagen.dsl import load
 from megagen.errors import WeightError
 from megagen.ir.graph import DType, Graph, Weight
+from megagen.ir.names import Names
+from megagen.lower import lower
 from megagen.models.muse_spark import MuseSparkConfig, expert_block, first, last, sliding_layer
 from megagen.ops.dense_gemm import DenseGemm
 from megagen.ops.packing import Nvfp4, Tiles, pack_dense, pack_nvfp4, pack_weight, stages, unpack
 from megagen.ops.rms_norm import RmsNorm
+from megagen.resources import schedules
+from megagen.runtime.params import expected
 from megagen.weights import fast, packed
 from megagen.weights.checkpoint import Checkpoint, load_layer, load_reference
 from megagen.weights.packed import Part, pack
@@ -60,7 +65,7 @@ def model_parts(tp):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(directory, state of the language model and head): 200 MB in bf16, in shards, written by save_pretrained."""
+    """(directory, the model's state): 350 MB in bf16, in shards, written by save_pretrained."""
     model = small_model(CONFIG, sliding=True)
     torch.manual_seed(1)
     draw(model)
@@ -94,7 +99,7 @@ def test_a_step_of_a_transformers_model(saved, tmp_path):
         done = pack(saved[0], parts, rank=1, folder=tmp_path, progress=progress)
     (task,) = progress.tasks
     assert task.finished
-    assert task.total == done.bytes == sum(f.path.stat().st_size for f in done.files)
+    assert task.completed == task.total == done.bytes == sum(f.path.stat().st_size for f in done.files)
     for i, part in enumerate(parts):
         want = load_layer(saved[0], part.layer, part.graph, 1)
         same(done.load(i), want)
@@ -295,6 +300,18 @@ def test_a_matrix_that_is_not_streamed_stays_as_it_is():
         pack_weight(weight, None, lambda e: matrix.float())
 
 
+def test_a_plan_says_that_the_embedding_stays_as_it_is():
+    plan = lower(load(schedules() / "muse_first.py", machine="h200", options={"config": CONFIG}, tp=1))
+    assert {w.name: w.layout for w in plan.weights} == {
+        "embed_table": "rows", "next_gain": "vector", "next_qkvg_weight": "tiles"
+    }  # fmt: skip
+    table = expected(plan)["embed_table"]
+    assert (table.bytes, table.dtype) == (64 * 2048 * 2, "bfloat16")
+    assert next(p.shape for p in plan.params if p.name == "embed_table") == (64, 2048)
+    assert Names(plan).parameter("embed_table", 2 * (2048 + 5)) == "embed_table, element [1, 5]"
+    assert Names(plan).parameter("next_gain", 4 * 5) == "next_gain, element [0, 5]"
+
+
 def test_random_padding_is_zero_and_not_in_the_whole():
     layer = random_layer(last(8, config=NVFP4), 1)
     head = layer.values["lm_head_weight"]
@@ -399,7 +416,7 @@ def test_a_shard_that_changes_meanwhile(tmp_path, monkeypatch):
 
     def touched(*args):
         os.utime(tmp_path / "c" / "model.safetensors", ns=(1, 1))
-        return pack_dense(*args).numpy()
+        return pack_dense(*args[:2]).numpy()
 
     monkeypatch.setattr(fast, "pack_dense", touched)
     assert "model.safetensors changed while it was read" in refused(
@@ -616,6 +633,7 @@ print(len(made))
 
 
 MEMORY = """
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
 def peak():
     return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 before = peak()
@@ -625,10 +643,10 @@ print(bytes, peak() - before)
 
 
 def test_memory_is_that_of_a_few_matrices(saved, tmp_path):
-    """A checkpoint of 200 MB, whose largest tensor is 67 MB, with one rank that packs all of it."""
+    """Of a checkpoint of 350 MB, whose largest tensor is 67 MB, with one rank that packs 245 MB of it."""
     out, _ = started(saved[0], tmp_path, MEMORY, tp=1).communicate(timeout=120)
     size, grown = map(int, out.split())
-    assert size > 200e6
+    assert size > 240e6
     assert grown < 67e6
 
 

@@ -89,11 +89,11 @@ def test_a_run_that_is_left_ends_soon() -> None:
 
 
 def test_a_slow_taker_is_no_fault() -> None:
-    with group(2, stall_s=0.3) as made:
+    with group(2, stall_s=0.6) as made:
         found = []
         for i, token in enumerate(made.generate([1], max_new_tokens=60)):
             if i in (2, 40):
-                time.sleep(0.8)
+                time.sleep(1.0)
             found.append(token.id)
         assert found == continued([1], 60)
 
@@ -129,7 +129,7 @@ def test_a_killed_rank_is_named(case: int) -> None:
         took = time.monotonic() - hit[0]
         killer.join()
         assert not any(map(alive, pids))
-        assert took < 1.5 < BOUND_S
+        assert took < BOUND_S
         assert caught.value.message == f"rank {who} (pid {pids[who]}) was killed by signal 9 (SIGKILL)"
         assert (caught.value.rank, caught.value.pid) == (who, pids[who])
         assert "out of memory" in str(caught.value.hint)
@@ -170,6 +170,15 @@ def test_one_that_ends_by_itself() -> None:
         ids(made, [1], 9)
 
 
+def test_one_that_ends_is_named_before_what_devices_report() -> None:
+    with (
+        group(3, "make_misbehaving", what="late exit", who=2, when=3) as made,
+        pytest.raises(RankError, match=r"rank 2 .* ended with exit code 3") as caught,
+    ):
+        ids(made, [1], 9)
+    assert all("HangError: a wait expired" in note for note, _ in caught.value.notes)
+
+
 def test_a_pause_of_a_second_is_survived() -> None:
     with group(2, step_s=0.001) as made:
         found = []
@@ -181,7 +190,9 @@ def test_a_pause_of_a_second_is_survived() -> None:
         assert found == continued([1], 80)
 
 
-def test_a_stopped_rank_is_named() -> None:
+def test_a_stopped_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert supervisor.QUIET_S + supervisor.SETTLE_S < BOUND_S - 0.5
+    monkeypatch.setattr(supervisor, "QUIET_S", 2.5)  # the clock runs slower where there is much else to do
     with group(2, step_s=0.001) as made:
         pids, began = made.pids, 0.0
         with pytest.raises(RankError, match=rf"rank 1 \(pid {pids[1]}\) is stopped \(SIGSTOP\)") as caught:
@@ -189,20 +200,20 @@ def test_a_stopped_rank_is_named() -> None:
                 if i == 20:
                     os.kill(pids[1], signal.SIGSTOP)
                     began = time.monotonic()
-        assert 4.0 < time.monotonic() - began < BOUND_S
+        assert 2.5 < time.monotonic() - began < BOUND_S
         assert caught.value.rank == 1
         assert not any(map(alive, pids))
 
 
 def test_the_clock_runs_while_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a parent that was stopped itself, and its ranks with it, blames nobody."""
-    monkeypatch.setattr(supervisor, "QUIET_S", 0.6)
-    with group(2, stall_s=0.6, step_s=0.001) as made:
+    monkeypatch.setattr(supervisor, "QUIET_S", 1.0)
+    with group(2, stall_s=1.0, step_s=0.001) as made:
         run, found = made.generate([1], max_new_tokens=60), []
         found.append(next(run).id)
         for pid in made.pids:
             os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.2)
+        time.sleep(1.6)
         for pid in made.pids:
             os.kill(pid, signal.SIGCONT)
         assert found + [t.id for t in run] == continued([1], 60)
@@ -231,7 +242,7 @@ def test_a_stopped_rank_is_named_before_what_devices_report() -> None:
 def test_one_that_hangs_and_nobody_notices() -> None:
     with (
         group(2, "make_misbehaving", stall_s=0.5, what="stall", who=1, when=4) as made,
-        pytest.raises(RankError, match=r"rank 1 \(pid \d+\) does not go on: in step 4 for 0\.\d s"),
+        pytest.raises(RankError, match=r"rank 1 \(pid \d+\) does not go on: in step 4 for \d\.\d s"),
     ):
         ids(made, [1], 12)
 
@@ -293,7 +304,7 @@ def test_different_tokens_are_noticed(ranks: int, who: int) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_ranks_end_with_their_parent(how: signal.Signals, tmp_path: Path) -> None:
     path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
-    command = [sys.executable, str(TESTS / "serve_fakes.py"), "3", str(tmp_path)]
+    command = [sys.executable, str(TESTS / "serve_fakes.py"), "group", "3", str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}) as parent:
         assert parent.stdout is not None
         parent.stdout.readline()

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file, save_file
 
 CONFIG = MuseSparkConfig(
-    hidden=2048, moe_hidden=2048, intermediate=1024, experts=16, layers=2, heads=16, kv_heads=2, window=128
+    hidden=2048, moe_hidden=2048, intermediate=1024, experts=16, layers=2, heads=16, kv_heads=2, window=128, vocab=64
 )
 PREFIX = "model.language_model.layers."
 SPLITS = [(1, "nn"), (2, "nn"), (4, "nn"), (8, "nn"), (1, "nk"), (2, "nk")]  # K of an NK shard is at least 512

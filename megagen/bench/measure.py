@@ -83,6 +83,12 @@ def figure(
     )
 
 
+def count(value: int, *, unit: str, what: str, command: str, notes: str = "") -> Row:
+    """The row of a number that is no time."""
+    timing = Timing(what, value, value, value, 1)
+    return figure(timing, floor=None, unit=unit, what=what, command=command, notes=notes)
+
+
 def versions() -> dict[str, str]:
     """Installed versions of the packages that shape a figure, and torch's CUDA."""
     found = {}

@@ -454,18 +454,20 @@ def decode(
 ) -> None:
     """Continue a prompt with a checkpoint's model, token by token."""
     from megagen.cli import decoding
-    from megagen.serve.engine import Engine
+    from megagen.serve.engine import Engine, foresee
     from megagen.serve.generate import Stop
     from megagen.serve.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
     given = decoding.given(model, prompt, prompt_ids, prompt_file, chat=chat)
     positions, wanted = decoding.sizes(len(given.ids), max_new_tokens, context)
+    needs = None if emulate else foresee(model, tp=tp, positions=positions)
+    if needs and not quiet:
+        decoding.say_memory(needs)
     with nullcontext(_ignored) if quiet else _working(f"loading {model}") as progress:
         engine = Engine.from_pretrained(
-            model, tp=tp, max_positions=positions, emulate=emulate, text=given.text,
-            progress=progress, memory=_ignored if quiet else decoding.say_memory,
-        )  # fmt: skip
+            model, tp=tp, max_positions=positions, emulate=emulate, progress=progress, needs=needs, text=given.text
+        )
     with engine:
         run = engine.generate(given.ids, max_new_tokens=wanted, sampling=sampling)
         for token in run:
@@ -481,6 +483,52 @@ def decode(
         typer.echo(f"the caches are full: they hold {positions:,} tokens (--context)", err=True)
     if stats:
         decoding.say_times(run)
+
+
+@app.command()
+def step(
+    tp: Tp = 8,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, max=8, help="Live ranks, a GPU each.")] = 1,
+    tokens: Annotated[
+        list[int] | None, typer.Option("--tokens", min=1, max=16, help="Of a step; repeats.  [default: 1 and 16]")
+    ] = None,
+    context: Annotated[
+        list[int] | None, typer.Option("--context", min=0, help="Numbers in the caches; repeats.  [default: 4096]")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays that count.")] = 50,
+    endure: Annotated[
+        int, typer.Option("--endure", min=0, help="Run the first of them so often, and compare bits.")
+    ] = 0,
+    unbounded: Annotated[bool, typer.Option("--unbounded", help="Compile the bound of waits out.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Time a whole decoding step of Muse Spark Open on random weights, beside its bytes and the floor."""
+    from megagen.cli import device
+    from megagen.cli.stepping import time_steps
+    from megagen.settings import Settings
+
+    if tp % gpus:
+        raise typer.BadParameter(f"{gpus} GPUs do not divide {tp} ranks")
+    device.require(gpus)
+    works = (tokens or [1, 16], context or [device.CONTEXT])
+    with _working("timing a step", None) as progress:
+        sheet = time_steps(
+            tp=tp,
+            gpus=gpus,
+            tokens=works[0],
+            contexts=works[1],
+            rounds=rounds,
+            endure=endure,
+            bounded=not unbounded,
+            record=record,
+            command=_command(),
+            settings=Settings.from_env(),
+            progress=progress,
+        )
+    if as_json:
+        return _print_json(sheet.json())
+    return _show([sheet])
 
 
 @app.command("show")
@@ -772,8 +820,8 @@ def _print(text: str) -> None:
         typer.echo(text)
 
 
-def _ignored(*_: object) -> None:
-    """What nobody wants to see."""
+def _ignored() -> None:
+    """Progress that nobody wants to see."""
 
 
 def _continue(text: str) -> None:

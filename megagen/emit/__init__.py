@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _HINTS = {Hint.EVICT_NORMAL: 0, Hint.EVICT_FIRST: 1, Hint.EVICT_LAST: 2}
 WARPGROUP = 4
+UNBOUNDED_WAITS = "MEGAGEN_UNBOUNDED_WAITS"  # a macro of the kernel template, for final timing
 
 
 def emit(plan: Plan) -> str:

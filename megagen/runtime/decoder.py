@@ -58,6 +58,7 @@ class Decoder(ABC):
         self.vocab, self.positions = model.config.vocab, model.positions
         self.most = model.plan(0).tokens
         self.bound: list[list[Layer]] = []  # of each rank, each launch
+        self.caches: list[list[torch.Tensor]] = []  # of each rank, keys and values of each layer
         for index, plans in enumerate(ranks):
             self.bound.append(self._bind(index, plans, weights, progress))
         self.last = Step.chain(1)
@@ -69,6 +70,7 @@ class Decoder(ABC):
         head, *layers, _ = ranks
         sets = [{name: layers[0].allocate(name) for name in ("stream", "q", "gate")} for _ in range(SETS)]
         caches = [{name: rank.allocate(name) for name in ("k_cache", "v_cache")} for rank in layers]
+        self.caches.append([x for pair in caches for x in pair.values()])
         shared: dict[str, torch.Tensor] = {"ids": self._ids(index, head)}
         table = self._table(head)
         bound = []
@@ -198,10 +200,10 @@ class EmulatedDecoder(Decoder):
 
 
 class GpuDecoder(Decoder):
-    """Live ranks ``first`` and on, on ``devices`` of this process; ``meeting`` knows the others, of other processes.
+    """A live rank on each of ``devices``, or the one that ``meeting`` says, whose others are in other processes.
 
     A step is a CUDA graph a rank: what it works on goes in from pinned memory, the launches follow, and what came of it
-    goes out to pinned memory.
+    goes out to pinned memory. ``overrides``: routing can be told, see :meth:`reroute`.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ class GpuDecoder(Decoder):
         devices: Sequence[int] = (0,),
         meeting: Meeting | None = None,
         timeout_ms: int = TIMEOUT_MS,
+        overrides: bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._torch = torch = driver.require_torch(devices[0])
@@ -243,7 +246,7 @@ class GpuDecoder(Decoder):
                         live=live,
                         rank=first + i,
                         timeout_ms=timeout_ms,
-                        overrides=False,
+                        overrides=overrides,
                         beside=next(iter(made.values()), None),
                         heap=heap,
                         control=self._words[i][: params.CONTROL_WORDS],
@@ -284,7 +287,8 @@ class GpuDecoder(Decoder):
         return {"logits": self._shared_logits.view(self._torch.float32).view(shape)}
 
     def _ids(self, index: int, rank: Rank) -> torch.Tensor:
-        return self._words[index][params.CONTROL_WORDS :][: params.STEP_TOKENS]
+        ids: torch.Tensor = self._words[index][params.CONTROL_WORDS :][: params.STEP_TOKENS]
+        return ids
 
     def _queue(self, index: int) -> None:
         """A rank's whole step, into the current stream."""
@@ -298,12 +302,12 @@ class GpuDecoder(Decoder):
 
     def _warm(self) -> None:
         """One token through all kernels: the first launch of a module loads it."""
-        self._write(Step.chain(1), [0])
+        self.write(Step.chain(1), [0])
         for i, made in enumerate(self._peers):
             with next(iter(made.values())).here():
                 self._queue(i)
                 self._done[i].record()
-        self._await()
+        self.settle()
 
     def _capture(self, index: int) -> Replayable:
         torch = self._torch
@@ -313,15 +317,16 @@ class GpuDecoder(Decoder):
             self._queue(index)
         return graph
 
-    def _write(self, step: Step, ids: Sequence[int]) -> None:
+    def write(self, step: Step, ids: Sequence[int]) -> None:
+        """What the replays that follow work on. No replay may be under way."""
         words = [*step.words(), *ids]
         for view in self._in_words:
             view[: len(words)] = words
 
     def _run(self, step: Step, ids: Sequence[int]) -> list[int]:
-        self._write(step, ids)
+        self.write(step, ids)
         self.replay()
-        self._await()
+        self.settle()
         return [int(i) for i in self._out_words[0][: len(ids)]]
 
     def replay(self) -> None:
@@ -331,8 +336,26 @@ class GpuDecoder(Decoder):
                 graph.replay()
                 done.record()
 
-    def _await(self) -> None:
-        """Until all ranks are done. Raises HangError when a wait expired, DeviceError when the device is stuck."""
+    def reroute(self, table: torch.Tensor | None) -> None:
+        """Experts of every layer's tokens from now on: see :meth:`Rank.set_route_override`."""
+        for made in self._peers:
+            for peer in made.values():
+                if peer.top_k:
+                    with peer.here():
+                        peer.set_route_override(table)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Of each rank."""
+        return [words.device for words in self._words]
+
+    @property
+    def found(self) -> list[list[torch.Tensor]]:
+        """Of each rank what the last launch wrote: logits fp32 [most, rows of a rank], tokens int32 [most]."""
+        return [[layers[-1].tensors[name] for name in ("logits", "next_ids")] for layers in self.bound]
+
+    def settle(self) -> None:
+        """Wait for all ranks to be done. Raises HangError when a wait expired, DeviceError when the device is stuck."""
         patience = GRACE_S + (self.timeout_ms / 1000 if self.timeout_ms else 30.0)
         try:
             for done in self._done:
@@ -415,9 +438,7 @@ def open(
     if emulate:
         return _emulated(directory, tp, positions, seed, settings, folder, progress)
     device = int(os.environ.get("LOCAL_RANK", "0"))
-    torch = driver.require_torch(device)
-    machine = _machine(torch.cuda.get_device_capability(device))
-    model = planned(directory, tp=tp, positions=positions, machine=machine, progress=progress)
+    model = planned(directory, tp=tp, positions=positions, machine=machine_of(device), progress=progress)
     artifacts = model.artifacts(settings, progress)
     parts = [Part(launch.layer, model.graph(i)) for i, launch in enumerate(model.launches)]
     packed = pack(directory, parts, rank=rank, folder=folder, device=f"cuda:{device}")
@@ -459,8 +480,9 @@ def _refuse_stand_ins(tp: int, live: int) -> None:
         raise DeviceError(f"{live} live ranks of {tp}: with stand-ins for the others nothing sensible is decoded")
 
 
-def _machine(capability: tuple[int, int]) -> str:
-    """The description of a GPU of this compute capability."""
+def machine_of(device: int) -> str:
+    """The description of a GPU of this machine. Raises DeviceError where there is none."""
+    capability = driver.require_torch(device).cuda.get_device_capability(device)
     found = [name for name in machines.names() if driver.runs(machines.load(name).arch, capability)]
     if not found:
         raise DeviceError(f"no machine description fits a GPU of compute capability {capability[0]}.{capability[1]}")

@@ -57,7 +57,7 @@ class Meeting:
             size += -(-n // ALIGNMENT) * ALIGNMENT
         try:
             arena = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-            self._handle: Any = symmetric.rendezvous(arena, self._dist.group.WORLD)
+            self._handle: Any = symmetric.rendezvous(arena, self._dist.distributed_c10d._get_default_group())
         except RuntimeError as e:
             raise DeviceError(
                 f"rank {self.rank} cannot share {size:,} bytes with the others: {driver.first_line(e)}",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megagen import resources
 from megagen.check import check
 from megagen.dsl import load
-from megagen.emit import emit
+from megagen.emit import UNBOUNDED_WAITS, emit
 from megagen.ir.graph import Graph, Routing
 from megagen.ir.plan import Machine, Plan
 from megagen.lower import distinct, lower
@@ -85,13 +85,17 @@ class Model:
 
     # -- text and code ----------------------------------------------------------------------------------------
 
-    def artifacts(self, settings: Settings, progress: Callable[[], None] = lambda: None) -> dict[str, Path]:
-        """Each Plan's cubin, by name; compiled side by side, or looked up."""
+    def artifacts(
+        self, settings: Settings, progress: Callable[[], None] = lambda: None, *, bounded: bool = True
+    ) -> dict[str, Path]:
+        """Each Plan's cubin, by name; compiled side by side, or looked up. ``bounded``: waits end, see :mod:`emit`."""
         from megagen.compile import compile_source
+
+        defines = {} if bounded else {UNBOUNDED_WAITS: "1"}
 
         def compiled(kind: Kind) -> Path:
             arch, kernels = kind.plan.machine.arch, [k.name for k in kind.plan.kernels]
-            made = compile_source(emit(kind.plan), kernels=kernels, archs=[arch], settings=settings)
+            made = compile_source(emit(kind.plan), kernels=kernels, archs=[arch], settings=settings, defines=defines)
             progress()
             return made[arch].path
 

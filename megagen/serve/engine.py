@@ -36,6 +36,7 @@ class _Source(Protocol):
         self, ids: Sequence[int], *, max_new_tokens: int | None, sampling: Sampling, stop: Collection[int]
     ) -> Iterator[Token]: ...
     def close(self) -> None: ...
+    def abort(self) -> None: ...
 
 
 class Here:
@@ -58,6 +59,9 @@ class Here:
 
     def close(self) -> None:
         self._decoding.close()
+
+    def abort(self) -> None:
+        """Nothing: a device that hangs would hang this too. What it has is freed with the process."""
 
 
 class Generation(Iterator[Token]):
@@ -112,31 +116,23 @@ class Engine:
         max_positions: int = POSITIONS,
         emulate: bool = False,
         progress: Callable[[], None] = lambda: None,
-        memory: Callable[[Needs], None] = lambda needs: None,
+        needs: Needs | None = None,
         text: Text | None = None,
     ) -> Self:
         """The checkpoint in ``directory`` on ``tp`` GPUs, a process each; on one, or emulated, in this process.
 
         Under torchrun (RANK, WORLD_SIZE and LOCAL_RANK are set) this process is one of the ranks, and torchrun looks
-        after the others. ``max_positions``: numbers that the caches hold, rounded up to whole chunks. ``memory`` is
-        told what each GPU will hold before anything is loaded, ``progress`` is called as parts of it are. ``text``: a
-        tokenizer, if it is loaded already. Raises MegagenError.
+        after the others. ``max_positions``: numbers that the caches hold, rounded up to whole chunks. ``progress`` is
+        called as parts are loaded. ``needs`` and ``text``: what :func:`foresee` says, and the tokenizer, where they
+        are known already. Raises MegagenError.
         """
         checkpoint = Path(directory)
         require(checkpoint)
         text = text or Text.load(checkpoint)
         stop = stop_ids(checkpoint, text)
         positions = rounded(max_positions)
-        needs = None
-        if not emulate:
-            needs = _decoder().foresee(checkpoint, tp=tp, live=tp, positions=positions)
-            memory(needs)
-        arguments: dict[str, Any] = {
-            "directory": str(checkpoint),
-            "tp": tp,
-            "positions": max_positions,
-            "emulate": emulate,
-        }
+        needs = None if emulate else needs or foresee(checkpoint, tp=tp, positions=positions)
+        arguments: dict[str, Any] = {"directory": str(checkpoint), "tp": tp, "positions": positions, "needs": needs}
         if place := _torchrun(tp):
             rank = place[0]
             return cls(Here(open_rank(rank=rank, progress=progress, **arguments)), text=text, stop=stop, rank=rank)
@@ -185,8 +181,10 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        leave = getattr(self._source, "abort", self.close) if kind is not None else self.close
-        leave()
+        if kind is not None and (issubclass(kind, DeviceError) or isinstance(self._source, Supervisor)):
+            self._source.abort()
+        else:
+            self.close()
 
 
 def require(checkpoint: Path) -> None:
@@ -210,6 +208,12 @@ def _torchrun(tp: int) -> tuple[int, int] | None:
 def rounded(positions: int) -> int:
     """Up to whole chunks of a cache."""
     return -(-positions // CHUNK) * CHUNK
+
+
+def foresee(checkpoint: Path, *, tp: int, positions: int) -> Needs:
+    """What each GPU will hold. Loads nothing."""
+    found: Needs = _decoder().foresee(checkpoint, tp=tp, live=tp, positions=positions)
+    return found
 
 
 def open_rank(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,7 +25,7 @@ from megagen.ops.global_attention import GlobalAttention
 from megagen.ops.packing import BLOCK, Nvfp4, pack_weight, stages, vectors
 from megagen.ops.qkv_heads import QkvHeads
 from megagen.weights import shards
-from megagen.weights.shards import TYPES, Stored
+from megagen.weights.shards import TYPES, Buffer, Stored, fresh
 
 BASES = ("model.language_model.", "model.", "")  # of the text model's names: in the whole one, with a head, alone
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -83,7 +84,7 @@ class Checkpoint:
 
     def layers(self) -> list[int]:
         """Numbers of the layers that the checkpoint has tensors of."""
-        found = {re.match(re.escape(self.prefix) + r"(\d+)\.", name) for name in self._files}
+        found = {re.match(re.escape(self.prefix) + r"(\d{1,6})\.", name) for name in self._files}
         return sorted({int(m[1]) for m in found if m})
 
     def experts(self, layer: int) -> DType:
@@ -96,11 +97,16 @@ class Checkpoint:
     def identity(self) -> dict[str, Any]:
         """What tells this checkpoint from another: size, time of change and hash of the header of each shard; hashes of
         the index and the configurations. No tensor is read."""
-        small = {name: self.directory / name for name in (INDEX, *CONFIGS)}
-        return {
-            "shards": {file: shards.identity(self.directory / file) for file in sorted({*self._files.values()})},
-            **{n: sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for n, p in small.items()},
+        found: dict[str, Any] = {
+            "shards": {file: shards.identity(self.directory / file) for file in sorted({*self._files.values()})}
         }
+        for name in (INDEX, *CONFIGS):
+            path = self.directory / name
+            try:
+                found[name] = sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+            except OSError as error:
+                raise WeightError(f"cannot read {path}: {error.strerror or error}") from None
+        return found
 
     def _name(self, weight: Weight, layer: int, name: str) -> str:
         """The whole name of a tensor in this checkpoint; a head that is tied to the embedding is the embedding."""
@@ -218,30 +224,32 @@ class Source:
         return self.tensors[2].whole()
 
     def band(
-        self, rank: int | None, experts: range, rows: Sequence[range], *, pinned: bool = False
+        self, rank: int | None, experts: range, rows: Sequence[range], buffer: Buffer = fresh
     ) -> list[torch.Tensor]:
         """Some rows of some matrices as stored: [experts, rows, columns], for NVFP4 codes and block scales, else one
-        tensor. ``rows`` are counted in what the rank holds, parts and padding included, and stacked."""
-        column = rank or 0 if self.weight.shard is Shard.K else 0
-        planes = self.tensors[:2] if self.weight.dtype is DType.NVFP4 else self.tensors[:1]
+        tensor. ``rows`` are counted in what the rank holds, parts and padding included, and stacked. They lie in what
+        ``buffer`` gives."""
         cut = rank is not None and self.weight.shard is Shard.K
-        found = []
+        planes = self.tensors[:2] if self.weight.dtype is DType.NVFP4 else self.tensors[:1]
+        found: list[torch.Tensor] = []
         for plane in planes:
             width = plane.row_bytes // (self.tp if cut else 1)
             shape = len(experts), sum(map(len, rows)), width
-            out = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+            out = buffer(f"plane {len(found)}", prod(shape)).reshape(shape)
             if self.weight.padding:
-                out.zero_()
+                out[:] = 0
             at = 0
             for wanted in rows:
                 for begin, end, part, first in self._segments(rank):
                     some = range(max(begin, wanted.start), min(end, wanted.stop))
                     if some:
                         tensor = self.tensors[part] if len(planes) == 1 else plane
-                        into = out[:, at + some.start - wanted.start :][:, : len(some)].numpy()
-                        tensor.fill(into, experts.start, first + some.start - begin, column * width)
+                        into = out[:, at + some.start - wanted.start :][:, : len(some)]
+                        tensor.fill(
+                            into, experts.start, first + some.start - begin, (rank or 0) * width if cut else 0, buffer
+                        )
                 at += len(wanted)
-            found.append(out.view(TYPES[plane.dtype]))
+            found.append(torch.from_numpy(out).view(TYPES[plane.dtype]))
         return found
 
     def _segments(self, rank: int | None) -> list[tuple[int, int, int, int]]:

@@ -7,7 +7,6 @@ stays in a core's cache. numpy lets go of the interpreter and starts no threads,
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,25 +14,25 @@ import torch
 from megagen.errors import WeightError
 from megagen.ir.graph import DType
 from megagen.ops.packing import BLOCK, Tiles, _pair_bits, _scale_bytes
+from megagen.weights.shards import Array, Buffer, fresh
 
 CACHED = 1 << 18  # bytes of a matrix that are packed at once
-Array = np.ndarray[Any, Any]
 
 
-def pack_dense(tiles: Tiles, matrix: torch.Tensor) -> Array:
+def pack_dense(tiles: Tiles, matrix: torch.Tensor, buffer: Buffer = fresh) -> Array:
     """:func:`megagen.ops.packing.pack_dense`, of a matrix that its caller has checked the type and shape of."""
     halves = tiles.dtype is DType.BF16
     finite(matrix)
     j = 4 if halves else 8
     x = _view(tiles.split(matrix.view(torch.int32), j, 2))  # outer, outer, block, slice, group, h, g, t, j, p
-    out = np.empty((*x.shape[:5], j, 8, 4, 2, 2), np.int32)  # ..., j, g, t, p, h
+    out = buffer("packed", tiles.bytes).view(np.int32).reshape(*x.shape[:5], j, 8, 4, 2, 2)  # ..., j, g, t, p, h
     for some in _pieces(x):
         for h in range(2):
             out[some][..., h] = x[some][:, :, :, :, :, h].transpose(0, 1, 2, 3, 4, 7, 5, 6, 8)
     return out.view(np.uint8).reshape(-1)
 
 
-def pack_nvfp4(tiles: Tiles, codes: torch.Tensor, scales: torch.Tensor) -> Array:
+def pack_nvfp4(tiles: Tiles, codes: torch.Tensor, scales: torch.Tensor, buffer: Buffer = fresh) -> Array:
     """:func:`megagen.ops.packing.pack_nvfp4`, of tensors that its caller has checked the types and shapes of."""
     bits = scales.view(torch.uint8)
     plain = bits.numpy()
@@ -41,11 +40,12 @@ def pack_nvfp4(tiles: Tiles, codes: torch.Tensor, scales: torch.Tensor) -> Array
         raise WeightError(f"{int((plain >= 0x7F).sum())} block scales are negative or NaN")
     if plain.min(initial=1) == 0:
         blocks = codes.numpy().reshape(*plain.shape, BLOCK // 2)
-        codes = torch.from_numpy(np.where(plain[..., None] == 0, np.uint8(0), blocks).reshape(codes.shape))
+        masked = buffer("masked", codes.numel()).reshape(blocks.shape)
+        codes = torch.from_numpy(np.multiply(blocks, plain[..., None] != 0, out=masked).reshape(codes.shape))
     x = _view(tiles.split(codes.view(torch.int16), 4)).view(np.uint16)  # outer, outer, block, slice, group, h, g, t, j
     y = _view(tiles.split(bits)).transpose(0, 1, 2, 3, 6, 7, 4, 5)  # ..., slice, g, t, group, h
     words, table = tiles.groups * 128, _words()
-    out = np.empty((*x.shape[:4], tiles.groups * 144), np.int32)
+    out = buffer("packed", tiles.bytes).view(np.int32).reshape(*x.shape[:4], tiles.groups * 144)
     stored = out.view(np.uint8)[..., words * 4 :]
     for some in _pieces(x):
         low, high = (table[h].take(x[some][:, :, :, :, :, h], mode="clip") for h in range(2))

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -31,10 +31,11 @@ from megagen.ops.packing import Tiles, device_scale
 from megagen.settings import Settings
 from megagen.weights import fast, shards
 from megagen.weights.checkpoint import Checkpoint, Source
+from megagen.weights.shards import Buffers
 
 VERSION = 1  # of the layouts that ops/packing.py describes, of what ops make of vectors, and of the files
 BATCH = 4 << 20  # bytes that a job reads at once, if a row of ring stages is not more
-JOBS = 8  # at a time, at most: of a core each, reading, packing or writing
+JOBS = 8  # at a time, at most, each reading, packing or writing; else one more than there are cores
 ALIGN = 4096  # of the first tensor in a file
 STAGING = 64 << 20  # bytes of pinned memory, twice, between file and GPU
 SPACE = "free some, or give another folder (MEGAGEN_CACHE_DIR says where packed weights are kept by default)"
@@ -152,14 +153,17 @@ def pack(
         if not (folder / key / "manifest.json").is_file():
             files.write(folder / key / "manifest.json", json.dumps(manifest, indent=1))
         _foresee(list({f.path: f for f in packed.files if not f.sound()}.values()))
-        for part, sources, file in zip(parts, opened, packed.files, strict=True):
-            with _lock(file):
-                if file.sound():
-                    bar.advance(task, file.bytes)
-                    continue
-                _clean(file)
-                advance = partial(bar.advance, task)
-                files.write(file.path, _Writer(part.graph, sources, file, rank, torch.device(device), advance).run)
+        device, advance = _own(device), partial(bar.advance, task)
+        buffers = Buffers(device.type == "cuda")
+        with ThreadPoolExecutor(min(JOBS, len(os.sched_getaffinity(0)) + 1), "pack") as pool:
+            for part, sources, file in zip(parts, opened, packed.files, strict=True):
+                with _lock(file):
+                    if file.sound():
+                        advance(file.bytes)
+                        continue
+                    _clean(file)
+                    write = _Writer(part.graph, sources, file, rank, device, advance, pool, buffers)
+                    files.write(file.path, write.run)
     except WeightError:
         raise
     except (MegagenError, OSError) as error:
@@ -178,10 +182,13 @@ class _Writer:
         rank: int,
         device: torch.device,
         advance: Callable[[int], object],
+        pool: ThreadPoolExecutor,
+        buffers: Buffers,
     ) -> None:
         self.graph, self.sources, self.file, self.rank, self.device = graph, sources, file, rank, device
         self.advance = advance  # is told of bytes that are done
         self.pinned = device.type == "cuda"
+        self.pool, self.buffers = pool, buffers
 
     def run(self, out: IO[bytes]) -> None:
         """Fill the file."""
@@ -189,14 +196,14 @@ class _Writer:
         os.ftruncate(self.fd, self.file.bytes)
         self._write(0, self.file.header)
         self.advance(self.file.bytes - sum(p.bytes for p in self.file.places.values()))
-        workers = min(JOBS, len(os.sched_getaffinity(0)))
-        with ThreadPoolExecutor(workers, "pack") as pool:
-            waiting = [pool.submit(self._job, job) for job in self._jobs()]
-            try:
-                for one in waiting:
-                    self.advance(one.result())
-            finally:
-                pool.shutdown(cancel_futures=True)
+        jobs = [self.pool.submit(self._job, job) for job in self._jobs()]
+        try:
+            for job in jobs:
+                self.advance(job.result())
+        finally:
+            for job in jobs:
+                job.cancel()
+            wait(jobs)
         for shard in {t.shard for s in self.sources.values() for t in s.tensors}:
             shard.unchanged()
 
@@ -244,7 +251,7 @@ class _Writer:
 
     def _rows(self, source: Source, rows: range) -> int:
         w, place = source.weight, self.file.places[source.weight.name]
-        (some,) = source.band(self.rank, range(1), [rows])
+        (some,) = source.band(self.rank, range(1), [rows], self.buffers)
         matrix = some[0].float() if w.dtype is DType.FP32 else some[0]
         try:
             fast.finite(matrix)
@@ -264,7 +271,7 @@ class _Writer:
         tiles = Tiles(
             len(groups) * whole.stage_rows, w.k, whole.stage_rows, whole.stage_k, w.dtype, w.gate_up, whole.chunk_major
         )
-        planes = source.band(self.rank, experts, rows, pinned=self.pinned)
+        planes = source.band(self.rank, experts, rows, self.buffers)
         stretch = whole.bytes // (w.k // whole.stage_k) if whole.chunk_major else whole.bytes
         group = stretch // (w.rows // whole.stage_rows)
         done = 0
@@ -283,13 +290,15 @@ class _Writer:
         if tiles.dtype is DType.FP32:
             matrix = [matrix[0].float()]
         if not self.pinned:
-            return fast.pack_nvfp4(tiles, *matrix) if len(matrix) == 2 else fast.pack_dense(tiles, *matrix)
+            if tiles.dtype is DType.NVFP4:
+                return fast.pack_nvfp4(tiles, matrix[0], matrix[1], self.buffers)
+            return fast.pack_dense(tiles, matrix[0], self.buffers)
         moved = [m.to(self.device, non_blocking=True) for m in matrix]
-        made = packing.pack_nvfp4(tiles, *moved) if len(moved) == 2 else packing.pack_dense(tiles, *moved)
-        data = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
-        data.copy_(made, non_blocking=True)
+        made = (packing.pack_nvfp4 if tiles.dtype is DType.NVFP4 else packing.pack_dense)(tiles, *moved)
+        data = self.buffers("packed", tiles.bytes)
+        torch.from_numpy(data).copy_(made, non_blocking=True)
         torch.cuda.current_stream(self.device).synchronize()
-        return data.numpy()
+        return data
 
     def _write(self, at: int, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -298,6 +307,12 @@ class _Writer:
             done = os.pwrite(self.fd, view, at)
             view, at = view[done:], at + done
         return n
+
+
+def _own(device: torch.device | str) -> torch.device:
+    """The device with its number: "cuda" is the caller's current GPU, but another one in another thread."""
+    found = torch.device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if found.type == "cuda" and found.index is None else found
 
 
 def _weights(graph: Graph) -> list[tuple[Op, str, Weight]]:

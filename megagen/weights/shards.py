@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from math import prod
@@ -33,6 +34,26 @@ SCRATCH = 1 << 22
 HINT = "the file is damaged or its download was cut short: fetch it again"
 
 Array = np.ndarray[Any, Any]
+Buffer = Callable[[str, int], Array]  # uint8 of a size, for a purpose: fresh or Buffers
+
+
+def fresh(name: str, size: int) -> Array:
+    """uint8 [size] that nobody else has."""
+    return np.empty(size, np.uint8)
+
+
+class Buffers(threading.local):
+    """uint8 arrays that a thread uses again: what it got under a name is what it gets under it next. Fresh memory costs
+    as much as packing does, by its page faults, and each thread's heap keeps some. ``pinned``: for a GPU to copy."""
+
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
+        self.held: dict[str, Array] = {}
+
+    def __call__(self, name: str, size: int) -> Array:
+        if name not in self.held or len(self.held[name]) < size:
+            self.held[name] = torch.empty(size, dtype=torch.uint8, pin_memory=self.pinned).numpy()
+        return self.held[name][:size]
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,7 @@ class Stored:
     def row_bytes(self) -> int:
         return SIZES[self.dtype] * (1 if len(self.shape) == 1 else self.shape[-1])
 
-    def fill(self, out: Array, matrix: int, row: int, column: int = 0) -> None:
+    def fill(self, out: Array, matrix: int, row: int, column: int = 0, buffer: Buffer = fresh) -> None:
         """Read into ``out`` uint8 [matrices, rows, bytes]: from ``matrix``, ``row`` and byte ``column`` of the row on.
         Raises WeightError if the file cannot be read or ends early."""
         width = self.row_bytes
@@ -66,7 +87,7 @@ class Stored:
                     self.shard.read(at + j * width, one)
             else:
                 step = max(1, SCRATCH // width)
-                scratch = np.empty((min(step, len(rows)), width), np.uint8)
+                scratch = buffer("rows", min(step, len(rows)) * width).reshape(-1, width)
                 for j in range(0, len(rows), step):
                     some = scratch[: len(rows) - j]
                     self.shard.read(at - column + j * width, some)

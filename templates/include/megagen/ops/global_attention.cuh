@@ -254,7 +254,7 @@ struct GlobalAttention : AttentionTile {
     // second one four dims. Sums so far are brought to the largest score of all, as in the spans themselves.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void merge(Ctx& ctx) {
-        constexpr u32 kBatch = 32, kStats = kBatch / 16;                                           // as registers allow
+        constexpr u32 kBatch = 16, kStats = (2 * kBatch + 31) / 32;                                // as registers allow
         constexpr u64 kStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow; // from span to span
         const Range mine = share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks);
         if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
@@ -273,7 +273,9 @@ struct GlobalAttention : AttentionTile {
                 const auto span = [&](u32 j) {
                     return first + (j < kStats ? 32 * j + ctx.lane : 2 * (j - kStats) + half);
                 };
-                const auto wanted = [&](u32 j) { return span(j) < live; };
+                const auto wanted = [&](u32 j) {
+                    return span(j) < live && (j >= kStats || 32 * j + ctx.lane < 2 * kBatch);
+                };
                 const auto index = [&](u32 j) { return row + span(j) * kStride + (j < kStats ? kHeadDim : dim); };
                 uint4 v[kStats + kBatch];
                 if (!Op::Partials::read_where(ctx, v, wanted, index)) return;

@@ -24,7 +24,7 @@ from megagen import machines
 from megagen.cli import device, explain, main, pipeline, sheets
 from megagen.compile.artifact import Artifact, KernelReport
 from megagen.errors import Loc, MegagenError, ScheduleError
-from megagen.ir.graph import DType, Graph, Scope
+from megagen.ir.graph import DType, Graph, RoleSpec, Scope
 from megagen.ir.plan import (
     BarrierPlan,
     BarrierUse,
@@ -113,9 +113,10 @@ def plan() -> Plan:
     norm = (step(4, "n", "math"), step(5, None, "reset"))
 
     def op(name: str, kind: str, weight_bytes: int, stream: StreamPlan | None, **roles: tuple[int, ...]) -> OpPlan:
+        specs = tuple(RoleSpec(name=r, warps=(len(w),), stream=r == "load_weights") for r, w in roles.items())
         return OpPlan(
             name=name, kind=kind, header="", struct="", constants={}, channels={}, tensors={}, weights={}, barriers={},
-            regions={}, roles=roles, specs=(), stream=stream, weight_bytes=weight_bytes, activation_bytes=1000,
+            regions={}, roles=roles, specs=specs, stream=stream, weight_bytes=weight_bytes, activation_bytes=1000,
             operations=2_000_000,
         )  # fmt: skip
 

@@ -57,6 +57,10 @@ CASES = {
     "layer-moved": Case(
         "muse_swa.py", layer(choices={"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"})
     ),
+    "layer-global": Case("muse_global.py", {"options": {"positions": 256, **small(2)}}, launches=3),
+    "layer-global-counter": Case(
+        "muse_global.py", {"options": {"positions": 256, **small(2)}, "choices": {"sync": "counter"}}
+    ),
     "layer-two-shot": Case("muse_swa.py", {"options": {"all_reduce": "two_shot", "following": "global"}}),
 }
 
@@ -77,7 +81,7 @@ def expected(plan: Plan, program: ProgramPlan, step: StepPlan, stages: Counter[i
     whoever waits for the table read it.
     """
     known = touches(plan, step)
-    if step.call == "load_weights":
+    if plan.loads(step):
         loaded = sum(stages[s.index] for s in program.steps if s.index <= step.index)
         if loaded <= step.args[2]:
             known -= {Touch("wait", "barrier", plan.ring.full)}
@@ -110,7 +114,7 @@ def test_every_step_touches_what_the_model_says(emulate: Any, name: str) -> None
     assert not differences(plan, found, blocks)
 
     # copies complete the barrier that their readers wait for
-    signals = {s.index: {plan.ring.full} for _, s in steps(plan) if s.call == "load_weights"}
+    signals = {s.index: {plan.ring.full} for _, s in steps(plan) if plan.loads(s)}
     for _, s in steps(plan):
         sent = {c.barrier for c in map(plan.channel, s.writes) if c.kind is SyncKind.CLUSTER}
         signals |= {s.index: sent} if sent else {}

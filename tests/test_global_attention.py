@@ -167,7 +167,7 @@ def device_units(kv: int, blocks: int) -> dict[tuple[int, int], list[Unit]]:
     with Engine(library, arena_bytes=1 << 26) as engine:
         given = engine.allocate(len(words), kind=Kind.CONSTANT, name="words")
         out = engine.allocate(4 * room * len(STEPS), kind=Kind.OUTPUT, name="out")
-        engine.view(given, len(words))[:] = words
+        engine.view(given, len(words))[:] = list(words)
         engine.wrote(given, len(words))
         engine.launch("units", struct.pack("2Q", given, out), Geometry(len(STEPS), 32))
         engine.run()
@@ -426,7 +426,7 @@ def test_what_a_schedule_may_say_of_its_stream() -> None:
 def test_nothing_of_it_is_prefetched() -> None:
     s = schedule(op())
     with pytest.raises(ScheduleError, match="earlier launches have written") as e:
-        s.prefetch(s.graph.attention, s.rings[0])  # type: ignore[arg-type]
+        s.prefetch(s.graph.attention, s.rings[0])
     assert e.value.hint == "only weights are prefetched"
     with pytest.raises(UnknownName, match="no weight or role 'weight'"):
         s.prefetch(s.graph.attention.weight, s.rings[0])

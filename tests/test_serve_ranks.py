@@ -219,6 +219,15 @@ def test_the_clock_runs_while_somebody_waits(monkeypatch: pytest.MonkeyPatch) ->
         assert found + [t.id for t in run] == continued([1], 60)
 
 
+def test_a_long_prompt_for_a_stopped_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "QUIET_S", 1.5)
+    with group(2, positions=400_000) as made:
+        for pid in made.pids:
+            os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(RankError, match="is stopped"):
+            ids(made, [999] * 300_000, 1)
+
+
 def test_one_that_hangs_while_devices_give_up() -> None:
     """What the others' devices report hides its cause."""
     with group(3, "make_misbehaving", what="hang", who=1, when=5) as made:

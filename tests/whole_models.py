@@ -17,8 +17,9 @@ PREFIX = "model.language_model.layers."
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
-def whole_model(config: MuseSparkConfig, seed: int = 0) -> Any:
-    """A model with random weights, bf16, its router and gates fp32; attention kinds as transformers fills them in."""
+def whole_model(config: MuseSparkConfig, seed: int = 0, device: str = "cpu") -> Any:
+    """A model with random weights, bf16, its router and gates fp32; attention kinds as transformers fills them in.
+    The same seed gives other numbers on another kind of device."""
     from transformers import MuseSparkConfig as HFConfig
     from transformers.models.muse_spark.modeling_muse_spark import MuseSparkForConditionalGeneration
 
@@ -41,7 +42,8 @@ def whole_model(config: MuseSparkConfig, seed: int = 0) -> Any:
         },
         tie_word_embeddings=False,
     )  # fmt: skip
-    model = MuseSparkForConditionalGeneration._from_config(made, dtype=torch.bfloat16).requires_grad_(False)
+    with torch.device(device):
+        model = MuseSparkForConditionalGeneration._from_config(made, dtype=torch.bfloat16).requires_grad_(False)
     for name, p in model.model.language_model.named_parameters():
         if "embed_tokens" in name:
             torch.nn.init.normal_(p)
@@ -52,16 +54,16 @@ def whole_model(config: MuseSparkConfig, seed: int = 0) -> Any:
             torch.nn.init.normal_(p, mean=mean, std=std)
     for layer in model.model.language_model.layers:
         # Which experts a token has does not hang on a rounding: eight stand out, others in each layer.
-        chosen = torch.randperm(c.experts)[: c.top_k]
+        chosen = torch.randperm(c.experts, device=device)[: c.top_k]
         layer.mlp.gate.e_score_correction_bias.zero_()[chosen] = 2.0
     # Logits of a few, so that what follows is seldom a matter of rounding.
     torch.nn.init.normal_(model.lm_head.weight, std=16 * c.hidden**-0.5)
     return model
 
 
-def write(config: MuseSparkConfig, folder: Path, *, quantised: bool = True, seed: int = 0) -> None:
+def write(config: MuseSparkConfig, folder: Path, *, quantised: bool = True, seed: int = 0, device: str = "cpu") -> None:
     """A checkpoint in several shards. ``quantised``: the experts of all layers but the first and the last in NVFP4."""
-    whole_model(config, seed).save_pretrained(folder, max_shard_size="64MB")
+    whole_model(config, seed, device).save_pretrained(folder, max_shard_size="64MB")
     if not quantised:
         return
     g = torch.Generator().manual_seed(seed)

@@ -24,7 +24,8 @@ def handed_on(plan: Plan) -> dict[str, str]:
     The attention's inputs are what the op that ends the launch made for it; one input and one output are left, the
     stream. Raises DeviceError where the parameters do not pair like that.
     """
-    attention, heads = (next((o for o in plan.ops if o.kind == k), None) for k in ("attention", "qkv_heads"))
+    attention = next((o for o in plan.ops if o.kind in ("attention", "global_attention")), None)
+    heads = next((o for o in plan.ops if o.kind == "qkv_heads"), None)
     pairs: dict[str, str] = {}
     if attention is not None and heads is not None:
         pairs = {attention.tensors[port]: heads.tensors[port] for port in ("q", "gate", "keys", "values")}

@@ -67,10 +67,11 @@ def sample(logits: torch.Tensor, sampling: Sampling, position: int) -> int:
     """
     import torch
 
-    values, order = torch.sort(logits.double(), descending=True, stable=True)
+    values, order = torch.sort(logits, descending=True, stable=True)
     kept = 1 if sampling.greedy else min(sampling.top_k or len(values), len(values))
     shift = _SUM_BITS - (len(values) - 1).bit_length()
-    distance = (values[:kept] - values[0]) / (sampling.temperature or 1.0)
+    best = values[:kept].double()
+    distance = (best - best[0]) / (sampling.temperature or 1.0)
     weights = (distance.exp() * 2.0**shift).long()
     sums = weights.cumsum(0)
     before = (sums - weights).double()

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections import Counter
@@ -162,7 +163,8 @@ class Supervisor:
         for one in self._ranks:
             one.busy, one.done, one.ids, one.compared = True, None, [], 0
             one.quiet = one.stalled = 0.0
-            self._tell(one, request)
+            # A long prompt fills what a rank does not read, and one that is stopped reads nothing.
+            threading.Thread(target=self._tell, args=(one, request), daemon=True).start()
         first, given = self._ranks[0], 0
         while first.done is None or any(r.busy for r in self._ranks):
             self._watch()

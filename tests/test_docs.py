@@ -384,7 +384,8 @@ def test_table_of_roles_is_the_ops() -> None:
     """The union over the ops of a kind in the shipped graphs."""
     wanted: dict[tuple[str, str], list[Any]] = {}
     ends = (load("muse_first.py"), load("muse_last.py"))
-    shipped = (load(SHIPPED), load(LAYER), load(LAYER, options={"all_reduce": "two_shot"}), *ends)
+    layers = (load(LAYER), load("muse_global.py"), load(LAYER, options={"all_reduce": "two_shot"}))
+    shipped = (load(SHIPPED), *layers, *ends)
     for op in (op for schedule in shipped for op in schedule.graph.ops):
         for r in op.roles():
             counts = [" or ".join(map(str, r.warps)), str(r.align), str(r.registers or "")]

@@ -102,9 +102,9 @@ ARRIVED = (BARRIER, "ptx::mbarrier_arrive(address(ctx, slot));\n    }\n\n    // 
 
 ARRIVE = "if (ctx.lane == 0) ptx::mbarrier_arrive(address(ctx, slot));"
 ARRIVE_EXPECT = "ptx::mbarrier_arrive_expect_tx(bar, bytes);"
-BULK = "ptx::bulk_load_hint(stage(ctx), src, bytes, bar, policy);"
+BULK = "ptx::bulk_load_hint(to, pieces[i].source, pieces[i].bytes, bar, policy);"
 ADDRESS = "copy(ctx, ctx.heap()) + (row * D::kRowStride + e"
-ADD = "ptx::red_add_release_gpu(counter(ctx, ctx.heap()), 1);"
+ADD = "ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);"
 BEGIN = "        __syncthreads();\n        if constexpr (K::kCluster > 1) {\n            ptx::cluster_arrive_relaxed();"
 READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, index)) return;"
 RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, index);"
@@ -127,7 +127,7 @@ MUTANTS = (
         "load: fills the next slot",
         one(
             RING,
-            "ptx::bulk_load_hint(stage(ctx),",
+            "ptx::bulk_load_hint(to,",
             "ptx::bulk_load_hint(ctx.shared + R::kOffset + (ctx.ring.slot + 1) % R::kStages * R::kStageBytes,",
         ),
         "race unwritten overwritten",
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant("load: copies half a unit", one(RING, BULK, BULK.replace("bytes", "bytes - 8")), "misaligned", (COPY,)),
     Mutant(
         "load: copies from a crooked address",
-        one(RING, BULK, BULK.replace("src", "static_cast<const u8*>(src) + 8")),
+        one(RING, BULK, BULK.replace("pieces[i].source", "static_cast<const u8*>(pieces[i].source) + 8")),
         "misaligned",
         (COPY,),
     ),

@@ -17,10 +17,11 @@ from megagen.bench.verify import Verifier
 from megagen.cli import pipeline
 from megagen.emulate.build import compile_library
 from megagen.emulate.engine import Engine, Geometry, Kind
-from megagen.emulate.footprint import Footprint, Footprints, arrivals, completed, observed
+from megagen.emulate.footprint import WRITES, Footprint, Footprints, arrivals, completed, observed
+from megagen.emulate.report import HEAP
 from megagen.errors import MegagenError
 from megagen.ir.plan import Plan, ProgramPlan, StepPlan, SyncKind
-from megagen.ir.touches import COUNTED, Touch, touches
+from megagen.ir.touches import COUNTED, IN_SHARED, Touch, touches
 from megagen.runtime.emulated import World
 from megagen.runtime.step import Step
 from megagen.settings import Settings
@@ -104,6 +105,38 @@ def differences(plan: Plan, found: Footprints, blocks: int) -> dict[str, tuple[l
     return wrong
 
 
+def unread(plan: Plan, found: Footprints) -> dict[str, list[tuple[str, int]]]:
+    """Channels in the heap with what a launch writes and some rank does not read in it: (step, how many words of its).
+
+    Nobody waits for that. Where a place is emptied by the next launch, or written by another rank, it could come after;
+    and what its readers empty stays. Ranks write to the same places of each other's heaps.
+    """
+    by_index = {s.index: s for _, s in steps(plan)}
+    writes: dict[tuple[int, int], int] = {}  # launch, step -> a bit a word
+    reads: dict[tuple[int, int], int] = {}  # launch, rank
+    for f in found.touched:
+        if f.space != "global" or f.name != HEAP or f.step not in by_index or by_index[f.step].call == "reset":
+            continue
+        words = sum((1 << last // 4) - (1 << first // 4) for first, last in f.ranges)
+        number = f.launch // len(plan.kernels)
+        into, key = (writes, (number, f.step)) if f.verb in WRITES else (reads, (number, f.rank))
+        into[key] = into.get(key, 0) | words
+    assert {number for number, _ in writes} == {number for number, _ in reads} != set()
+    missed: dict[str, dict[str, int]] = {}
+    for c in plan.channels:
+        if c.kind in IN_SHARED:
+            continue
+        own = (1 << (c.offset + c.copies * c.bytes) // 4) - (1 << c.offset // 4)
+        for (number, step), written in writes.items():
+            seen = [x for (n, _), x in reads.items() if n == number]
+            words = sum((written & own & ~x).bit_count() for x in seen)
+            if words:
+                who = f"{by_index[step].op}.{by_index[step].call}"
+                missed.setdefault(c.name, {}).setdefault(who, 0)
+                missed[c.name][who] += words
+    return {name: sorted(who.items()) for name, who in missed.items()}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_touches_what_the_model_says(emulate: Any, name: str) -> None:
     schedule, more, launches, ranks = CASES[name]
@@ -112,6 +145,7 @@ def test_every_step_touches_what_the_model_says(emulate: Any, name: str) -> None
     plan, found = kernel.plan, kernel.world.engine.footprints()
     blocks = plan.launch.blocks * ranks * launches
     assert not differences(plan, found, blocks)
+    assert not unread(plan, found)
 
     # copies complete the barrier that their readers wait for
     signals = {s.index: {plan.ring.full} for _, s in steps(plan) if plan.loads(s)}

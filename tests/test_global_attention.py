@@ -9,14 +9,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
+from test_emulate_swa import few, small
 
-from megagen import machines
+from megagen import machines, resources
 from megagen.check import check
 from megagen.dsl import KiB, Schedule, by_reader, counter, evict_first, flag, lamport
 from megagen.emit import emit
 from megagen.emulate.build import compile_library
 from megagen.emulate.engine import Engine, Expire, Geometry, Kind
-from megagen.errors import CheckError, HangError, ScheduleError, UnknownName
+from megagen.errors import CheckError, EmulationError, HangError, ScheduleError, UnknownName
 from megagen.ir.graph import DType, Graph, Routing, Tensor, TensorKind
 from megagen.ir.plan import Plan, StepPlan
 from megagen.lower import lower
@@ -313,6 +314,7 @@ def bench() -> Iterator[Callable[..., Bench]]:
 
 def close(found: Any, want: Any) -> None:
     error = (found.double() - want).abs()
+    assert found.isfinite().all()
     assert error.max() < 0.04, error.max()
     assert error.square().mean().sqrt() < 0.004, error.square().mean().sqrt()
 
@@ -401,6 +403,51 @@ def test_a_launch_that_is_given_up_at_any_moment_ends(bench: Callable[..., Bench
             b.world.recover()
             b.world.synchronize()
     assert given_up
+
+
+@pytest.mark.parametrize(("following", "context"), [("sliding", 250), ("global", 63)])
+def test_in_a_layer(emulate: Any, following: str, context: int) -> None:
+    """Before the weights in the ring; the launch's end writes a cache of either kind."""
+    options = {"positions": 384, "following": following, **small(2)}
+    kernel = emulate("muse_global.py", ranks=2, seed=context, race=True, options=options)
+    kernel.check(tokens=3, context=context, tree=True, route_override=few(3))
+
+
+# -- faults --------------------------------------------------------------------------------------------------------
+
+OWN, TILE = "megagen/ops/global_attention.cuh", "megagen/ops/attention_tile.cuh"
+NUMBERS, FAULT = AssertionError, EmulationError
+FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
+    "sums are not brought to the new largest score": (OWN, "o[n][e] *= keep[e / 2];", ";", NUMBERS),
+    "no guard where nothing is seen yet": (OWN, "now == most ? 1.0f : __expf", "__expf", NUMBERS),
+    "launch tokens all see each other": (OWN, "if (start + kKeyChunk > ctx.context) {", "if (false) {", NUMBERS),
+    "values past the end": (OWN, "if (start + kKeyChunk > end) drop_unseen", "if (false) drop_unseen", NUMBERS),
+    "odd rows keep their halves' order": (OWN, "v[2 * i] = odd ? y : x;", "v[2 * i] = x;", NUMBERS),
+    "keys for values": (OWN, "fragments(ctx, keys + kSideBytes", "fragments(ctx, keys", NUMBERS),
+    "one half of the spans": (TILE, "x[e] += __shfl_xor_sync(kFullMask, x[e], 16);", ";", NUMBERS),
+    "units step over a head": (OWN, "if (++head == kKvHeads) head = 0, --span;", "--span;", FAULT),
+    "a stage is handed back before it is read": (
+        OWN, "const u32 stage = Ctx::Ring::stage(ctx);",
+        "const u32 stage = Ctx::Ring::stage(ctx);\n            Ctx::Ring::Empty::arrive(ctx, ctx.ring.slot);", FAULT,
+    ),
+    "dead spans are not counted": (OWN, "u32 done = idle.last - idle.first;", "u32 done = 0;", FAULT),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    header, old, new, kind = FAULTS[name]
+    texts = dict(resources.headers())
+    assert texts[header].count(old) == 1, name
+    texts[header] = texts[header].replace(old, new)
+    types = "megagen/types.cuh"  # the first one: without optimisation it compiles in a third of the time
+    texts[types] = f'#pragma GCC optimize("O0")\n{texts[types]}'
+    monkeypatch.setattr(resources, "headers", lambda: texts)
+    b = bench(op(2, 2, 640), sync="counter")
+    with pytest.raises(kind):
+        for step in (Step.random_tree(3, 62, 3), Step.chain(2, 255), Step.chain(2, 300)):
+            x = given(b.attention, step, 11)
+            close(b.launch(x, step), expected(b.attention, x, step))
 
 
 # -- schedules and plans ---------------------------------------------------------------------------------------------

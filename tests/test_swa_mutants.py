@@ -25,7 +25,7 @@ from megagen.runtime.step import Step
 
 pytestmark = pytest.mark.slow
 
-ATTENTION, HEADS, RESIDUAL = (f"ops/{x}.cuh" for x in ("attention", "qkv_heads", "residual"))
+ATTENTION, TILE, HEADS, RESIDUAL = (f"ops/{x}.cuh" for x in ("attention", "attention_tile", "qkv_heads", "residual"))
 WINDOW = 72  # no whole chunks: three of them in a cache
 PARENTS = [-1, 0, 0, 1, 1]
 
@@ -60,7 +60,7 @@ MUTANTS = (
     Mutant("window: one less", one(ATTENTION, OLDEST, "position + 2 - Op::kWindow;"), wrong="attended"),
     Mutant(
         "window: of the first token",
-        one(ATTENTION, "rows.position[h] = ctx.position(token);", "rows.position[h] = ctx.context;"),
+        one(TILE, "position[h] = ctx.position(token);", "position[h] = ctx.context;"),
         wrong="attended",
     ),
     Mutant(
@@ -70,13 +70,13 @@ MUTANTS = (
     ),
     Mutant(
         "ancestors: bits the other way",
-        one(ATTENTION, OWN, OWN.replace(">>", "<>").replace("<<", ">>").replace("<>", "<<")),
+        one(TILE, OWN, OWN.replace(">>", "<>").replace("<<", ">>").replace("<>", "<<")),
         on=TREE,
         **NAN,
     ),
     Mutant(
         "ancestors: ignored",
-        one(ATTENTION, OWN, "(before(first, ctx.context + ctx.tokens) & ~before(first, ctx.context));"),
+        one(TILE, OWN, "(before(first, ctx.context + ctx.tokens) & ~before(first, ctx.context));"),
         wrong="attended",
         on=TREE,
     ),
@@ -133,7 +133,7 @@ MUTANTS = (
         on=On(COUNTER, context=20),
     ),
     # -- norms and rotations
-    Mutant("attended: a norm over two halves", one(ATTENTION, HALVES, HALVES.replace("8", "16", 1)), wrong="attended"),
+    Mutant("attended: a norm over two halves", one(TILE, HALVES, HALVES.replace("8", "16", 1)), wrong="attended"),
     Mutant("heads: a norm over two tokens", one(HEADS, HALVES, HALVES.replace("8", "16", 1)), wrong="next_q"),
     Mutant(
         "rotation: the other way",

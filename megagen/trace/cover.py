@@ -108,7 +108,12 @@ class Cover:
             own = of.names.having(op=op.name)[of.ask_step] & (nbytes > 0)
             if self.awaited is not None and op.name not in self.awaited:
                 continue
-            if op.stream is None or not own.any() or not self._known(op, float(np.nanmin(begins))):
+            if (
+                op.stream is None
+                or not op.stream.weight
+                or not own.any()
+                or not self._known(op, float(np.nanmin(begins)))
+            ):
                 continue
             late = own & (of.ask_time > ends[ask_rank])
             early = own & (of.ask_time <= ends[ask_rank])

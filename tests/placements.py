@@ -7,7 +7,7 @@ odd as they like. The exceptions are rules R1 to R8, each beside the code that o
 
     python tests/placements.py --jobs 16 [--seed S] [--count 300] [--only N ...] [--launches 4]
 
-draws placements 0, 1, ... of a seed, both graphs in turn, and emulates every one of them, in as many launches as it
+draws placements 0, 1, ... of a seed, all graphs in turn, and emulates every one of them, in as many launches as it
 takes to use each copy of a channel again.
 """
 
@@ -18,7 +18,7 @@ import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
@@ -51,17 +51,30 @@ SEED = int(os.environ.get("PLACEMENTS_SEED") or secrets.randbelow(1 << 32))  # o
 MACHINE = machines.load("h200")
 RANKS, TOKENS = 2, 4  # as emulated: all ranks, and the most tokens of a launch
 WINDOW = 128  # of the emulated layer: two chunks of 64; its caches hold four
-SHIPPED = ("muse_moe", "muse_swa")
+POSITIONS = 384  # of the emulated graphs: their sequences end in the second span of a growing cache
+GRAPHS: dict[str, Callable[..., Graph]] = {
+    "muse_moe": muse_spark.expert_block,
+    "muse_swa": muse_spark.sliding_layer,
+    "muse_last": muse_spark.last,
+    "muse_global": muse_spark.global_layer,
+    "muse_first": muse_spark.first,
+}
+SHIPPED = tuple(GRAPHS)
+FOLLOWED: dict[str, Any] = {"following": "sliding", "positions": muse_spark.POSITIONS}
+LAYER = {"split": "nn", "experts": "nvfp4", "all_reduce": "one_shot", **FOLLOWED}
 PARAMETERS: dict[str, dict[str, Any]] = {
     "muse_moe": {"split": "nn", "experts": "nvfp4"},
-    "muse_swa": {
-        "split": "nn", "experts": "nvfp4", "all_reduce": "one_shot", "following": "sliding",
-        "positions": muse_spark.POSITIONS,
-    },
-}  # fmt: skip
+    "muse_swa": LAYER,
+    "muse_last": {},
+    "muse_global": LAYER,
+    "muse_first": FOLLOWED,
+}
 VARIANTS: dict[str, tuple[Options, ...]] = {
     "muse_moe": ((),),
     "muse_swa": ((), (("all_reduce", "two_shot"),)),  # which has a role of its own
+    "muse_last": ((),),
+    "muse_global": ((),),
+    "muse_first": ((), (("following", "global"),)),
 }
 ACCUMULATOR = 8 * KiB  # mma/format.cuh: eight slices of two n8 tiles
 TABLE = 16 + 4 * 256 + 2 * 256 + (2 + 2 + 16) * 128  # ops/top_k.cuh
@@ -70,13 +83,13 @@ BARRIERS = 1 * KiB  # at most: two a stage and an accumulator, a few an op
 
 
 def graph(shipped: str, options: Options, **more: Any) -> Graph:
-    make = muse_spark.expert_block if shipped == "muse_moe" else muse_spark.sliding_layer
-    return make(**dict(options), **more)
+    return GRAPHS[shipped](**dict(options), **more)
 
 
-def tiny() -> muse_spark.MuseSparkConfig:
-    """The emulated layer's dimensions: of the heads half, which all share their keys."""
-    return muse_spark.tiny(RANKS).model_copy(update={"heads": 8 * RANKS, "kv_heads": RANKS})
+def tiny(shipped: str) -> dict[str, Any]:
+    """Options of what is emulated: half as many heads, which all share their keys, and short sequences."""
+    config = muse_spark.tiny(RANKS).model_copy(update={"heads": 8 * RANKS, "kv_heads": RANKS})
+    return {"config": config} | ({"positions": POSITIONS} if "positions" in PARAMETERS[shipped] else {})
 
 
 class _Passing(NamedTuple):
@@ -97,10 +110,12 @@ class _Facts:
         stages = [(op.name, stage["bytes"]) for g in (full, small) for op in g.ops if (stage := op.stage()) is not None]
         self.streams = dict(sorted(stages, key=lambda s: s[1]))  # the larger one counts
         self.streams = {op: self.streams[op] for op in self.ops if op in self.streams}
+        self.gemms = [op.name for op in full.ops if op.stage() is not None and "weight" in op.weights]
         self.own = sum(-(-size // ALIGNED) * ALIGNED for op in full.ops for size in op.shared().values())
         local = {t.name for t in full.tensors.values() if t.scope is Scope.BLOCK}
-        self.table = next(i for i, op in enumerate(full.ops) if local & {*op.outputs.values()})
-        self.needed = {full.ops[self.table].name}  # ops that the table waits for
+        makers = [i for i, op in enumerate(full.ops) if local & {*op.outputs.values()}]
+        self.table = makers[0] if makers else None
+        self.needed = {full.ops[i].name for i in makers}  # ops that the table waits for
         for op in reversed(full.ops):
             made = {*op.outputs.values()}
             self.needed |= {op.name} if any(made & {*full.op(o).inputs.values()} for o in self.needed) else set()
@@ -128,7 +143,7 @@ class _Facts:
                         edges += [f"{left} >> g.{reader}.{taken.name}", *[f"{left} >> g.{reader}"] * alone]
             takers = [t.name in (ports[op][p] for p in role.hands_back) for op, role in readers[t.name]]
             ops = [{op for op, _ in some[t.name]} for some in (writers, readers)]
-            sums = len(t.shape) == 4 and ops[0] == ops[1] <= {*self.streams}
+            sums = len(t.shape) == 4 and ops[0] == ops[1] <= {*self.gemms}
             shapes = (t.shape, small.tensors[t.name].shape) if sums else ()
             self.passing.append(_Passing(t, tuple(edges), takers == [True], shapes))
 
@@ -138,7 +153,7 @@ class _Facts:
 
 @cache
 def facts(shipped: str, options: Options) -> _Facts:
-    full, small = graph(shipped, options), graph(shipped, options, tp=RANKS, tokens=TOKENS, config=tiny())
+    full, small = graph(shipped, options), graph(shipped, options, tp=RANKS, tokens=TOKENS, **tiny(shipped))
     return _Facts(full, small)
 
 
@@ -198,8 +213,8 @@ class _Draft:
 
     def assign(self) -> None:
         """R1: one producer, eight math warps and one reducer for all GEMMs, which share a ring and accumulators in
-        order; all different, for they hand weights and sums to each other while all of them run. Any other role begins
-        when what it reads is written, so it may be anywhere."""
+        order; all different, for they hand weights and sums to each other while all of them run. What an attention
+        streams passes the same ring. Any other role begins when what it reads is written, so it may be anywhere."""
         first = 4 * self.number(0, (self.warps - 8) // 4)
         others = [w for w in range(self.warps) if w not in range(first, first + 8)]
         producer = self.one(*others)
@@ -210,13 +225,16 @@ class _Draft:
                 n = self.one(*role.warps)
                 if role.stream or role.ring or role.accum == "in":
                     at = producer if role.stream else first if role.ring else reducer
+                    shared = op in self.known.gemms
                 else:
                     at = role.align * self.number(0, (self.warps - n) // role.align)
+                    shared = False
+                if not shared:
                     said.append(f"{role.name}=" + (f"s.warp({at})" if n == 1 else f"s.warps({at}, {at + n})"))
                 self.homes[op] |= {*range(at, at + n)}
             if said:
                 self.say(f"s.assign(g.{op}, {', '.join(said)})")
-        gemms = ", ".join(f"g.{op}" for op in self.known.streams)
+        gemms = ", ".join(f"g.{op}" for op in self.known.gemms)
         math = f"s.warps({first}, {first + 8})"
         self.say(f"s.assign([{gemms}], load_weights=s.warp({producer}), math={math}, reduce=s.warp({reducer}))")
 
@@ -289,7 +307,7 @@ class _Draft:
         return self.number(n * max(sizes), max(n * max(sizes), (n + 1) * min(sizes) - 1))
 
     def prefetches(self) -> None:
-        for op in self.known.streams:
+        for op in self.known.gemms:
             i, weight = self.known.ops.index(op), f"g.{op}.weight"
             where = self.one("", "", "ring", "ring", "L2", "L2", "both", "ring | L2")
             if where in ("ring", "both"):
@@ -317,10 +335,11 @@ class _Draft:
         waits until the block's other warps have come there too, which they do without him."""
         at = self.number(0, end - 1)
         name, table = self.known.ops[at], self.known.table
-        spared = name not in self.known.needed and not self.homes[name] & self.homes[self.known.ops[table]]
-        before = self.known.ops[at + spared : table + 1] if op in self.known.late else []
-        free = {*range(self.warps)}.difference(*(self.homes[o] for o in before))
-        if not free:
+        free = {*range(self.warps)}
+        if table is not None and op in self.known.late:
+            spared = name not in self.known.needed and not self.homes[name] & self.homes[self.known.ops[table]]
+            free = free.difference(*(self.homes[o] for o in self.known.ops[at + spared : table + 1]))
+        if table is not None and not free:
             at, free = self.number(table + 1, end - 1), {*range(self.warps)}
         return f"by=s.warp({self.one(*sorted(free))}), {self.point(at)}"
 
@@ -328,7 +347,7 @@ class _Draft:
         for op in self.known.streams:
             hint = self.one("", "evict_first", "evict_last", "evict_normal")
             if hint:
-                self.say(f"s.hint(g.{op}.weight, {hint})")
+                self.say(f"s.hint(g.{op}{'.weight' * (op in self.known.gemms)}, {hint})")
         self.say(f"s.reset(by=s.warp({self.number(0, self.warps - 1)}))")  # of copies that this launch leaves alone
         said = [f"cluster={self.cluster}"] if self.cluster > 1 else []
         said += [self.one("pdl=True", "pdl=False", "early_trigger=True")]
@@ -352,18 +371,17 @@ def placements(draw: st.DrawFn, shipped: str, options: Options = (), fused: bool
     given = PARAMETERS[shipped] | dict(options)
     parameters = "".join(f", {name}={value!r}" for name, value in given.items())
     passed = "".join(f", {name}={name}" for name in given)
-    layer = "expert_block" if shipped == "muse_moe" else "sliding_layer"
     head = (
         "from megagen.dsl import *\nfrom megagen.models import muse_spark\n\n\n"
         f"def schedule(machine, tp=8, tokens=16, choices=None, config=None{parameters}):\n"
-        f"    g = muse_spark.{layer}(tp=tp, tokens=tokens, config=config{passed})\n"
+        f"    g = muse_spark.{GRAPHS[shipped].__name__}(tp=tp, tokens=tokens, config=config{passed})\n"
     )
     text = head + draft.write() + "    return s\n"
     return Placement(shipped, options, fused, draft.sms, text)
 
 
 def draw(seed: int, n: int) -> Placement:
-    """The ``n``-th of a seed: both graphs in turn, each variant of one, every third of these unfused."""
+    """The ``n``-th of a seed: all graphs in turn, each variant of one, every third of these unfused."""
     shipped, k = SHIPPED[n % len(SHIPPED)], n // len(SHIPPED)
     options = VARIANTS[shipped][k % len(VARIANTS[shipped])]
     found: list[Placement] = []
@@ -389,7 +407,7 @@ def small(p: Placement, schedule: Path | str, choices: Mapping[str, str] | None 
     """A schedule file where ``p`` is emulated."""
     schedule = load(
         schedule, machine=machines.cut(MACHINE, p.sms), tp=RANKS, tokens=TOKENS, choices=choices,
-        options={**dict(p.options), "config": tiny()},
+        options={**dict(p.options), **tiny(p.shipped)},
     )  # fmt: skip
     return schedule.graph, lower(schedule, fused=p.fused)
 
@@ -398,7 +416,7 @@ def small(p: Placement, schedule: Path | str, choices: Mapping[str, str] | None 
 def weights(shipped: str, options: Options) -> Weights:
     from megagen.bench.emulation import Weights
 
-    return Weights.random(graph(shipped, options, tp=RANKS, tokens=TOKENS, config=tiny()), RANKS)
+    return Weights.random(graph(shipped, options, tp=RANKS, tokens=TOKENS, **tiny(shipped)), RANKS)
 
 
 def emulation(p: Placement, schedule: Path | str, choices: Mapping[str, str] | None = None) -> Emulation:
@@ -417,12 +435,14 @@ def launched(made: Emulation, which: int, seed: int, launches: int = 1) -> tuple
     from megagen.bench.routes import routes
     from megagen.runtime.step import Step
 
-    step = (Step.chain(1, WINDOW - 1), Step.tree([-1, 0, 0], 4 * 64 - 2))[which]  # the window fills; the caches end
+    # A window fills; a ring ends, and a span.
+    step = (Step.chain(1, WINDOW - 1), Step.tree([-1, 0, 0], 4 * 64 - 2))[which]
     few = routes(8, step.tokens, pool=16)
     views = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     with made.world(seed, race=True) as world:
         verifier = made.verifier(world)
-        verifier.launch(verifier.inputs(step.tokens, 3, step), few, launches=launches)
+        routed = few if verifier.top_k else None
+        verifier.launch(verifier.inputs(step.tokens, 3, step), routed, launches=launches)
         values = [verifier.values(step.tokens, rank) for rank in world.ranks]
         words = [{name: x.contiguous().view(views[x.element_size()]) for name, x in v.items()} for v in values]
         left = [f"rank {rank.rank}: {x}" for rank in world.ranks for x in rank.leftovers()]
@@ -441,7 +461,8 @@ def usual(shipped: str, options: Options, which: int) -> list[dict[str, Any]]:
 def emulate(seed: int, n: int, launches: int = 1) -> str | None:
     """What is wrong with the ``n``-th placement of a seed where it is emulated; the text with it."""
     p, k = draw(seed, n), n // len(SHIPPED)
-    which = (k + k // 8) % 2  # of the first 16 always the same one for a variant, which spares references
+    variants = len(VARIANTS[p.shipped])
+    which = (n % len(SHIPPED) + k % variants + k // 4) % 2  # at first always the same one, which spares references
     try:
         want = usual(p.shipped, p.options, which)
         with tempfile.TemporaryDirectory() as folder:

@@ -103,10 +103,11 @@ class Misbehaving(Fake):
         return best
 
 
-def make(*, rank: int, progress: Callable[[], None], draws: bool = False, **more: Any) -> Fake:
+def make(*, rank: int, progress: Callable[..., None], draws: bool = False, **more: Any) -> Fake:
     if draws:
         import torch  # noqa: F401 - which takes longer than a step may
     progress()
+    progress("packing", 1.0, 2.0)
     return Fake(**more)
 
 
@@ -128,7 +129,7 @@ def make_never(*, rank: int, progress: Callable[[], None], who: int = 1) -> Fake
     raise AssertionError
 
 
-def make_decoder(*, rank: int, progress: Callable[[], None], directory: str, **_: Any) -> Fake:
+def make_decoder(*, rank: int, progress: Callable[..., None], directory: str, **_: Any) -> Fake:
     """In the place of the real decoder of a checkpoint whose config.json describes a Fake."""
     return make(rank=rank, progress=progress, **json.loads((Path(directory) / "config.json").read_text())["fake"])
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagen.check import check
+from megagen.check.races import races
 from megagen.check.resources import resources
 from megagen.dsl import L2, KiB, Schedule, cluster, counter, flag, lamport, load
 from megagen.errors import CheckError
@@ -466,6 +467,35 @@ def test_a_reader_may_empty_each_of_two_copies() -> None:
     end = plan.heap.bytes
     roomy = part("heap", bytes=end + 2 * plan.channel("unpooled_partials").bytes)(plan)
     check(part("channels", "unpooled_partials", copies=2, offset=end)(roomy))
+
+
+# -- another Plan's launch before ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_tensor_is_read_after_all_launches_before(writes: bool) -> None:
+    """Even by a launch that writes none: the one before may be another Plan's."""
+    plan = lower(load("muse_global.py"))
+    if not writes:
+        made = {p.name for p in plan.params if p.what in ("output", "state")}
+        kept = [{port: t for port, t in op.tensors.items() if t not in made} for op in plan.ops]
+        plan = with_(plan, ops=tuple(with_(op, tensors=t) for op, t in zip(plan.ops, kept, strict=True)))
+    assert list(races(plan))
+
+    def early(steps: list[StepPlan]) -> list[StepPlan]:
+        """Streams the caches, and then waits for the launch before."""
+        attach, load, *rest = steps
+        assert (attach.call, load.call) == ("attach", "load")
+        return [load, attach, *rest]
+
+    (kernel,) = plan.kernels
+    programs = [
+        with_(p, steps=tuple(early(list(p.steps)))) if any(s.call == "load" for s in p.steps) else p
+        for p in kernel.programs
+    ]
+    plan = with_(plan, kernels=(with_(kernel, programs=tuple(programs)),))
+    with pytest.raises(CheckError, match=r"two uses of a tensor: .*; attention\.load, .*1 launch later, reads it"):
+        list(races(plan))
 
 
 # -- a block with no share of the work ----------------------------------------------------------------------------

@@ -33,9 +33,9 @@ from trace_made import layer, tiny
 from typer.testing import CliRunner
 
 from megagen import dsl
-from megagen.cli import main, pipeline
+from megagen.cli import device, main, pipeline
 from megagen.dsl import Schedule, load
-from megagen.emit import emit
+from megagen.emit import UNBOUNDED_WAITS, emit
 from megagen.emulate import build
 from megagen.errors import MegagenError
 from megagen.settings import Settings
@@ -303,14 +303,17 @@ def test_defaults_of_options() -> None:
         return dict(re.findall(r"^\| `(--\w+)[^|]*\| (\w+) \|", text, re.M))
 
     rows = given(CLI.read_text().partition("\n## ")[0])
-    own = given(section(CLI, "## trace"))
-    assert set(own) == {"--ranks", "--layers", "--rounds", "--replays", "--seed"}
-    assert own.items() <= {p.opts[0]: str(p.default) for p in commands()["trace"].params}.items()
+    own = {name: given(section(CLI, f"## {name}")) for name in ("trace", "step")}
+    assert set(own["trace"]) == {"--ranks", "--layers", "--rounds", "--replays", "--seed"}
+    assert set(own["step"]) == {"--tp", "--gpus", "--context", "--rounds", "--endure"}
+    assert own["step"].pop("--context") == str(device.CONTEXT)  # it repeats: the command fills it in
+    for name, defaults in own.items():
+        assert defaults.items() <= {p.opts[0]: str(p.default) for p in commands()[name].params}.items()
     assert set(rows) == {"--machine", "--tp", "--tokens"}
-    own_tp = (("emulate", "--tp"), ("decode", "--tp"))  # --ranks, and one GPU
+    others = (("emulate", "--tp"), ("decode", "--tp"), ("step", "--tokens"))  # --ranks, one GPU, 1 and 16
     for name, command in commands().items():
         for p in command.params:
-            if p.opts[0] in rows and (name, p.opts[0]) not in own_tp:
+            if p.opts[0] in rows and (name, p.opts[0]) not in others:
                 assert str(p.default) == rows[p.opts[0]], f"{name} {p.opts[0]}"
 
 
@@ -432,7 +435,7 @@ def test_environment() -> None:
     mentioned = re.compile(r"MEGAGEN_\w+")
     for file in [*PAGES, *(ROOT / "megagen").rglob("*.py")]:
         names = {n for n in mentioned.findall(file.read_text("utf-8")) if n != "MEGAGEN_X"}
-        names -= {pipeline.UNBOUNDED_WAITS, build.REGISTER}  # macros
+        names -= {UNBOUNDED_WAITS, build.REGISTER}  # macros
         assert names <= known, f"{file.name}: {names - known}"
 
 

@@ -58,7 +58,7 @@ def test_a_tokens_bits_do_not_depend_on_its_company(emulate: Any) -> None:
     assert torch.equal(alone[0], many[11])
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [2])
 def test_a_checkpoint_of_transformers_gives_the_same_block(tmp_path: Path, ranks: int) -> None:
     """Each rank loads its shard of what transformers wrote; the result against its own modules, in fp32 and bf16."""
     import torch

@@ -16,7 +16,7 @@ COUNT = 16
 
 @pytest.mark.parametrize("n", range(COUNT))
 def test_a_placement_changes_no_bit(n: int, capsys: Any) -> None:
-    """Both graphs in turn, fused and unfused, one- and two-shot; a chain, and a tree at the end of the caches."""
+    """All graphs in turn, fused and unfused, one- and two-shot; a chain, and a tree at the end of the caches."""
     if n == 0:
         with capsys.disabled():
             sys.stderr.write(f"\nplacements 0 to {COUNT - 1} of seed {SEED}\n")

@@ -20,7 +20,7 @@ from megagen.errors import DeviceError, HangError, MegagenError
 from megagen.ir.plan import Plan
 from megagen.runtime import heap, params
 from megagen.runtime.emulated import World
-from megagen.runtime.stack import Stack
+from megagen.runtime.stack import Stack, handed_on
 from megagen.runtime.step import Step
 from megagen.settings import Settings
 
@@ -260,6 +260,28 @@ def test_layers_in_a_row(layer: pipeline.Checked, layer_library: Path) -> None:
     assert len({b[0].tensors["o_proj_weight"].data_ptr() for b in stack.bound}) == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("muse_global.py", {}, "next_k_cache is not like k_cache, next_v_cache is not like v_cache"),
+        ("muse_swa.py", {"following": "global"}, "next_k_cache is not like k_cache"),
+        ("muse_swa.py", {"following": "end"}, "stream_out made"),
+        ("muse_first.py", {}, "ids is left to read"),
+        ("muse_last.py", {}, "stream is left to read"),
+    ],
+)
+def test_launches_that_no_other_of_their_kind_follows(name: str, options: dict[str, str], message: str) -> None:
+    plan = pipeline.check(pipeline.Request(Path(name), tp=TP, tiny=True, options=options)).plan
+    with pytest.raises(DeviceError, match=message) as e:
+        handed_on(plan)
+    assert "megagen step" in str(e.value.hint)
+
+
+def test_a_global_layer_follows_its_like() -> None:
+    found = pipeline.check(pipeline.Request(Path("muse_global.py"), tp=TP, tiny=True, options={"following": "global"}))
+    assert handed_on(found.plan)["k_cache"] == "next_k_cache"
+
+
 def test_bind_names_every_problem(world: World) -> None:
     given = tensors(world.plan)
     given["stream"] = given["stream"].double()
@@ -395,10 +417,11 @@ def test_a_layer_with_caches_is_told_where_its_tokens_stand(
     monkeypatch.setattr(emulator, "run", ran)
     command("emulate", "muse_swa.py", "--launch", "3", "--context", "70")
     command("emulate", "muse_swa.py", "--launch", "9", "--tree", "--seed", "4")
-    assert steps == [Step.chain(3, 70), Step.random_tree(9, emulator.CONTEXT, 4)]
+    command("emulate", "muse_global.py", "--option", "following=end", "--context", "5")  # reads caches, writes none
+    assert steps == [Step.chain(3, 70), Step.random_tree(9, emulator.CONTEXT, 4), Step.chain(16, 5)]
     code, _, err = command("emulate", "muse_swa.py", "--context", "16384")
-    assert (code, len(steps)) == (1, 2)
-    assert "the table of rotations has 16384 positions" in err
+    assert (code, len(steps)) == (1, 3)
+    assert "the launch has room for 16384 positions" in err
 
 
 @pytest.mark.parametrize("options", [("--context", "0"), ("--tree",)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from test_emulate_mutants import Mutant, mutated, one
-from test_footprints import differences
+from test_footprints import differences, unread
 
 from megagen import machines, resources
 from megagen.bench.emulation import Weights
@@ -253,7 +253,9 @@ def test_steps_touch_what_the_model_says(emulate: Any, schedule: Path) -> None:
     for sync in ("lamport", "flag"):
         kernel = emulate(schedule, ranks=1, tp=2, footprints=True, options=small(2), choices={"sync": sync})
         kernel.verifier.launch(kernel.verifier.inputs(2, 0), launches=3)
-        assert not differences(kernel.plan, kernel.world.engine.footprints(), 3 * kernel.plan.launch.blocks)
+        found = kernel.world.engine.footprints()
+        assert not differences(kernel.plan, found, 3 * kernel.plan.launch.blocks)
+        assert not unread(kernel.plan, found)
 
 
 # -- the choice ----------------------------------------------------------------------------------------------------
@@ -432,6 +434,20 @@ def test_faults_are_found(mutant: Mutant) -> None:
         else:
             assert mutant.wrong == "ids"
             assert made[0]["next_ids"][:13].tolist() != [*cases()[1][:11], *POISONED]
+
+
+@pytest.mark.slow
+def test_what_nobody_reads_is_noticed() -> None:
+    """A part of a vote is as good as all of it, so every result stays as it was."""
+    votes = next(m for m in MUTANTS if "nobody waits" in m.name)
+    checked = pipeline.check(pipeline.Request(LAST, tp=2, tiny=True))
+    weights = Weights.random(checked.graph, 2)
+    with World(checked.plan, library_of(votes, checked), live=2, footprints=True) as world:
+        verifier = Verifier(world, checked.graph, weights.packed, weights.env)
+        verifier.launch(verifier.inputs(1, 0), launches=2)
+        found = world.engine.footprints()
+    # 2 launches, 2 ranks: of the 64 words of a token's votes lanes 0 and 8 wait for 8
+    assert unread(checked.plan, found) == {"votes": [("choose.pick", 2 * 2 * (64 - 8))]}
 
 
 @pytest.mark.slow

@@ -119,8 +119,10 @@ def unread(plan: Plan, found: Footprints) -> dict[str, list[tuple[str, int]]]:
             continue
         words = sum((1 << last // 4) - (1 << first // 4) for first, last in f.ranges)
         number = f.launch // len(plan.kernels)
-        into, key = (writes, (number, f.step)) if f.verb in WRITES else (reads, (number, f.rank))
-        into[key] = into.get(key, 0) | words
+        if f.verb in WRITES:
+            writes[number, f.step] = writes.get((number, f.step), 0) | words
+        elif f.verb == "read":
+            reads[number, f.rank] = reads.get((number, f.rank), 0) | words
     assert {number for number, _ in writes} == {number for number, _ in reads} != set()
     missed: dict[str, dict[str, int]] = {}
     for c in plan.channels:

@@ -118,9 +118,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a window below a launch": ({"window": 15}, {}, "window=15"),
     "a wide window": ({"window": 4096}, {}, "window=4096: at most 4017"),
     "no positions": ({}, {"positions": 0}, "positions=0"),
+    "a crooked growing cache": ({}, {"positions": 300, "following": "global"}, "positions=300: a growing cache holds"),
+    "a long one": ({}, {"positions": 1 << 21, "following": "global"}, "at most 1,048,576"),
+    "a wide one": (
+        {"heads": 512, "kv_heads": 64}, {"tp": 1, "positions": 1 << 20, "following": "global"},
+        "keys of 64 heads take 8,589,934,592 bytes",
+    ),
     "a way to sum": ({}, {"all_reduce": "ring"}, "all_reduce='ring'"),
     "one rank in two shots": ({}, {"tp": 1, "all_reduce": "two_shot"}, "two-shot all-reduce of one rank"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -130,6 +136,12 @@ def test_what_the_layout_cannot_hold_is_refused(case: str) -> None:
         layer(**args, config=MuseSparkConfig(**changes))
     assert message in caught.value.message
     assert caught.value.loc is not None and caught.value.loc.file == __file__
+
+
+def test_the_largest_cache_whose_bytes_are_counted() -> None:
+    wide = MuseSparkConfig(heads=256, kv_heads=32)
+    g = layer(tp=1, positions=1 << 20, following="global", config=wide)
+    assert g.tensors["next_k_cache"].shape == (32, 1 << 20, 64)  # of two bytes each: the last one is number 2^32 - 1
 
 
 @pytest.mark.parametrize("tp", TPS)

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from megagen.errors import ScheduleError, WeightError
 from megagen.ir.graph import Graph, Op, Routing
-from megagen.models.muse_spark import CONFIG_FIELDS, MuseSparkConfig, expert_block, read_config, tiny
+from megagen.models.muse_spark import (
+    CONFIG_FIELDS,
+    FIXED,
+    MuseSparkConfig,
+    expert_block,
+    layer_kinds,
+    read_config,
+    tiny,
+)
 from megagen.ops.packing import Tiles
 
 TPS = (1, 2, 4, 8)
@@ -251,6 +259,51 @@ def test_a_wrong_config(text: str | None, tmp_path: Path) -> None:
     with pytest.raises(WeightError) as caught:
         read_config(tmp_path)
     assert str(tmp_path / "config.json") in caught.value.message and "Hugging Face" in (caught.value.hint or "")
+
+
+def test_every_field_of_a_config_is_read_or_refused(tmp_path: Path) -> None:
+    """All fields of transformers' configuration that its model computes with. A new one must find its place here."""
+    configuration = pytest.importorskip("transformers.models.muse_spark.configuration_muse_spark")
+    inherited = set(vars(configuration.PreTrainedConfig())) | {"transformers_version", "output_attentions"}
+    here = set(configuration.MuseSparkTextConfig().to_dict()) - inherited
+    elsewhere = {  # read there, or without effect on what is decoded
+        "pad_token_id", "eos_token_id", "bos_token_id", "tie_word_embeddings", "use_cache", "initializer_range",
+        "attention_dropout", "output_router_logits", "max_position_embeddings", "intermediate_size",
+    }  # fmt: skip
+    refused = {*FIXED, "model_type", "mlp_layer_types", "layer_types", "layer_rope_theta", "rope_parameters"}
+    assert here <= {*CONFIG_FIELDS.values(), *elsewhere, *refused}
+    (tmp_path / "config.json").write_text(json.dumps(configuration.MuseSparkConfig().to_dict()))
+    assert read_config(tmp_path) == MuseSparkConfig()
+    kinds = layer_kinds(tmp_path)
+    assert len(kinds) == 62 and [i for i, k in enumerate(kinds) if not k.sliding] == list(range(1, 62, 4))
+    assert all(k.sliding is k.rotates for k in kinds)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"model_type": "muse_glimmer"}, "muse_glimmer"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mlp_layer_types": ["sparse", "dense"]}, "layer 1 has no experts"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["full_attention"], "num_hidden_layers": 2}, "2 layers, but 1 of layer_types"),
+        ({"num_hidden_layers": 0}, "0 layers"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5}}, "plain rotation"),
+        ({"rope_parameters": {"type": "linear", "factor": 4.0, "rope_theta": 5e5}}, "plain rotation"),
+        ({"rope_parameters": {"rope_theta": 5e5, "partial_rotary_factor": 0.5}}, "plain rotation"),
+        ({"rope_parameters": {"rope_type": "default"}}, "bases None"),  # transformers' default is another one
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "rope_scaling"),
+        ({"rope_theta": 1e4}, "not one for all"),
+        ({"layer_rope_theta": [0, 1e4], "num_hidden_layers": 2}, "not one for all"),
+    ],
+)
+def test_a_config_of_another_model(text: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Its weights may well have the shapes of ours, and would be computed as what they are not."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "muse_spark", "text_config": text}))
+    with pytest.raises(WeightError) as caught:
+        layer_kinds(tmp_path)
+    assert message in caught.value.message and str(tmp_path) in caught.value.message
 
 
 @pytest.mark.parametrize(

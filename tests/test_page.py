@@ -364,7 +364,7 @@ def test_hovering_over_an_op_tells_its_numbers(show: Callable[..., View], one: P
     tip = view.hover(30, label("down"))
     lines = tip.splitlines()
     assert lines[0] == "down"
-    assert "expert_gemm · 132 blocks · muse_swa.py:65" in lines
+    assert "expert_gemm · 132 blocks · _layer.py:65" in lines
     for name, (p10, p50, p90) in (("begin", down.begin), ("end", down.end)):
         assert f"{name}\t{fixed(p50)}\t{fixed(p10)} – {fixed(p90)}" in lines
     assert f"first load into the ring\t{fixed(down.loads[0].begin[1])}" in tip
@@ -436,7 +436,7 @@ def test_hovering_over_a_span_tells_what_it_is(show: Callable[..., View], one: P
     if kind in (Kind.WAIT, Kind.LOAD):
         assert told["slot"] == str(seen.slot)
     assert told["warp"] == f"{warp} of rank {block.rank}, block {block.block}, SM {block.sm}"
-    assert told["from"].startswith("muse_swa.py:")
+    assert told["from"].startswith("_layer.py:")
 
 
 def test_a_wait_for_a_stage_names_the_load_that_ended_it(show: Callable[..., View], one: Page) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megagen.dsl import load
 from megagen.errors import DeviceError, HangError
 from megagen.ir.graph import DType, Scope
 from megagen.ir.plan import (
@@ -31,6 +32,7 @@ from megagen.ir.plan import (
     SyncKind,
     WeightPlan,
 )
+from megagen.lower import lower
 from megagen.runtime import driver, hang, heap, params
 from megagen.runtime.session import Session, Uploads
 from megagen.runtime.step import Step
@@ -419,7 +421,8 @@ def session(plan: Plan) -> Session:
     made._expected, made._system = params.expected(plan), system()
     made.experts, made.top_k = 256, 8
     made.heap = torch.frombuffer(heap.image(plan), dtype=torch.uint8)
-    made._control, made._positions = torch.zeros(params.CONTROL_WORDS, dtype=torch.int32), None
+    made._control = torch.zeros(params.CONTROL_WORDS, dtype=torch.int32)
+    made._positions = made._numbers = None
     made._uploads = Uploads([torch.zeros(params.CONTROL_WORDS, dtype=torch.int32) for _ in range(2)], Read)
     made._routes = torch.full((16, 8), -1, dtype=torch.int32)
     made.outputs = {"stream_out": aligned(torch.float32, 16, 8)}
@@ -514,9 +517,29 @@ def test_a_step_is_refused_before_anything_is_written(session: Session) -> None:
         session.set_step(Step.chain(3, 8))
     assert session.step == Step.tree([-1, 0, 0], 8)
     assert session._control[:2].tolist() == [3, 8]
+    session._numbers = 10  # a tree's third token stands at position 9, and is kept as number 10
+    with pytest.raises(DeviceError, match="3 tokens after 8: growing caches of tiny hold 10"):
+        session.set_step(Step.tree([-1, 0, 0], 8))
+    session.set_step(Step.tree([-1, 0, 0], 7))
     session.plan = session.plan.model_copy(update={"tokens": 2})
     with pytest.raises(DeviceError, match="3 tokens: a launch of tiny takes 1 to 2"):
         session.set_step(Step.chain(3))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "positions", "numbers"),
+    [
+        ("muse_last", {}, None, None), ("muse_first", {"positions": 300}, 300, None), ("muse_swa", {}, 16384, None),
+        ("muse_swa", {"positions": 512, "following": "global"}, 512, 512),
+        ("muse_global", {"positions": 512}, 512, 512),
+        ("muse_global", {"positions": 512, "following": "end"}, 512, 512),
+    ],
+)  # fmt: skip
+def test_how_far_a_step_may_go(
+    schedule: str, options: dict[str, Any], positions: int | None, numbers: int | None
+) -> None:
+    plan = lower(load(f"{schedule}.py", options=options))
+    assert (params.positions(plan), params.numbers(plan)) == (positions, numbers)
 
 
 def test_words_on_their_way_wait_for_the_buffer_only() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_fakes import Decoders, continued
+from serve_fakes import Decoders, Fake, continued
 from test_serve_ranks import alive
 from test_serve_text import checkpoint as checkpoint  # a fixture
 from test_serve_text import configure
 from typer.testing import CliRunner
 
 from megagen.cli import main
-from megagen.errors import DeviceError, MegagenError, RankError, WeightError
+from megagen.errors import DeviceError, HangError, MegagenError, RankError, WeightError
 from megagen.serve import engine
-from megagen.serve.engine import Engine
+from megagen.serve.engine import Engine, Here
 from megagen.serve.generate import Stop
 from megagen.serve.sampling import Sampling
 from megagen.serve.text import Text
@@ -111,6 +112,9 @@ def test_json_and_times(model: Path) -> None:
     assert found["text"] == answer(model, found["prompt_ids"], 6)
     assert found["statistics"]["new_tokens"] == 6 and found["statistics"]["floor_ratio"] > 0
     assert "decode tokens per s" in got.stderr and "ended by: max_new_tokens" in got.stderr
+    one = json.loads(decode("--model", model, "--prompt", "the", "--max-new-tokens", 1, "--json", "--stats").stdout)
+    assert one.keys() == found.keys() and one["statistics"].keys() >= found["statistics"].keys()
+    assert one["statistics"]["step_ms"] is None
 
 
 def test_a_stop_token_is_told_and_not_printed(bare: Path) -> None:
@@ -185,6 +189,26 @@ def test_engine(model: Path) -> None:
         assert list(made.generate(run.prompt, max_new_tokens=3, stop={run.ids[0]}))[-1].stop is Stop.TOKEN
         with pytest.raises(MegagenError, match="the vocabulary has"):
             made.generate([VOCAB])
+
+
+@pytest.mark.parametrize(("error", "closed"), [(HangError("", record=None), True), (DeviceError(""), False)])
+def test_an_engine_closes_what_does_not_hang(error: DeviceError, closed: bool) -> None:
+    fake = Fake()
+    with pytest.raises(DeviceError), Engine(Here(fake)):
+        raise error
+    assert fake.closed is closed
+
+
+def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", shown := Terminal())
+    with main._working("loading") as told:
+        told()
+        told("packing: 1 of 2 GB", 1e9, 2e9)
+    assert "packing: 1 of 2 GB" in shown.getvalue()
 
 
 def test_engine_on_ranks(model: Path) -> None:

@@ -42,6 +42,13 @@ def test_sampling_continues_itself() -> None:
     assert whole != continued([1, 2], 12)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, top_k=1)])
+def test_greedy_needs_no_logits(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have to be gathered from all ranks."""
+    monkeypatch.setattr(Fake, "logits", None)
+    assert [t.id for t in generate(Fake(), [1, 2], max_new_tokens=5, sampling=sampling)] == continued([1, 2], 5)
+
+
 def test_it_stops_at_a_stop_token() -> None:
     answer = continued([3], 30)
     at = next(i for i in range(5, 30) if answer[i] not in answer[:i])

@@ -337,3 +337,9 @@ def test_ranks_outlive_the_thread_that_started_them() -> None:
     thread.join()
     with made[0]:
         assert ids(made[0], [1], 5) == continued([1], 5)
+
+
+def test_progress_is_that_of_rank_0() -> None:
+    told = list[tuple[Any, ...]]()
+    with Supervisor(2, "serve_fakes:make", {}, progress=lambda *what: told.append(what)):
+        assert told == [(), ("packing", 1.0, 2.0)]

@@ -67,7 +67,7 @@ def test_an_op_in_a_block() -> None:
     assert (found.begin, found.end, found.length, found.blocks) == (one(3.2), one(6.5), one(3.3), 1)
     (asked,) = found.loads
     assert (asked.into, asked.begin, asked.end, asked.bytes, asked.blocks) == ("ring", one(0.2), one(2.5), 65536, 1)
-    assert re.fullmatch(r"muse_swa.py:\d+", found.source)
+    assert re.fullmatch(r"_layer.py:\d+", found.source)
     assert (math.warps, reduce.warps) == (tuple(MATH), (REDUCER,))
 
 

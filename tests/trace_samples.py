@@ -195,7 +195,7 @@ def _row(op: Op, index: int, rng: np.random.Generator) -> Row:
         end=end,
         loads=tuple(loads),
         parts=tuple(parts),
-        source=f"muse_swa.py:{51 + index}",
+        source=f"_layer.py:{51 + index}",
         length=_stat(_around(op.us * 0.97, 0.05 + op.us / 14, op, rng)),
     )
 
@@ -269,7 +269,7 @@ def _steps(ops: Sequence[Op]) -> tuple[Step, ...]:
     calls += [(op.name, role, i) for i, op in enumerate(ops) for role, _ in ROLES.get(op.kind, (("compute", MATH),))]
     calls += [("", name, -1) for name in ("attach", "trigger", "reset", "drain")]
     return tuple(
-        Step(index=k, op=op, call=call, source=f"muse_swa.py:{51 + i}" if op else "muse_swa.py:48")
+        Step(index=k, op=op, call=call, source=f"_layer.py:{51 + i}" if op else "_layer.py:48")
         for k, (op, call, i) in enumerate(calls)
     )
 

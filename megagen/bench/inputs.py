@@ -167,5 +167,5 @@ def without(cache: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
 
 
 def has_caches(graph: Graph) -> bool:
-    """Whether launches keep state, and so have a context."""
+    """Whether launches keep state."""
     return any(t.kind is TensorKind.STATE for t in graph.tensors.values())

@@ -17,6 +17,7 @@ from megagen.models.muse_spark import LayerKind, MuseSparkConfig, launches
 from megagen.runtime.decoder import GpuDecoder
 from megagen.runtime.model import Model
 from megagen.runtime.step import Step
+from megagen.serve.engine import refuse_too_large
 from megagen.weights.random import random_layer
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ def open_random(
     progress: Callable[[], None] = lambda: None,
 ) -> GpuDecoder:
     """The model on a live rank a GPU, all other ranks stood in for. Launches of a kind have the same random weights,
-    each in memory of its own; keys and values of the past are random too."""
+    each in memory of its own; keys and values of the past are random too. Raises DeviceError where it does not fit."""
+    for device in devices:
+        refuse_too_large(model.memory(), torch.cuda.mem_get_info(device)[0], device)
     made: dict[tuple[str, int], Mapping[str, torch.Tensor]] = {}
     stand_ins = model.tp // len(devices)
 
@@ -180,6 +183,12 @@ def gpus(devices: int) -> list[int]:
     if devices > there:
         raise DeviceError(f"{devices} GPUs: this machine has {there}")
     return list(range(devices))
+
+
+def free(device: int) -> int:
+    """Bytes that may be had of a GPU's memory."""
+    found: int = torch.cuda.mem_get_info(device)[0]
+    return found
 
 
 def describe(model: Model, work: Work, live: int) -> dict[str, Any]:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from megagen.serve.text import Text
 
 NEW_TOKENS = 256
+STATISTICS = (
+    "prompt_tokens", "new_tokens", "prefill_s", "prefill_tokens_per_s", "decode_s", "decode_tokens_per_s", "step_ms",
+    "step_ms_p99", "host_us", "kernels", "bytes", "floor_s", "floor_ratio",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,13 @@ def say_memory(needs: Needs) -> None:
 
 
 def record(run: Generation) -> dict[str, Any]:
+    """The same keys for every run: null is what a run of one token has no step for."""
     return {
         "prompt_ids": run.prompt,
         "ids": run.ids,
         "text": run.text,
         "stop": run.stop,
-        "statistics": dict(run.statistics),
+        "statistics": {**dict.fromkeys(STATISTICS), **run.statistics},
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -22,8 +22,14 @@ def place(source: Source) -> str | None:
 
 
 def line(row: Any) -> str:
-    """The same for people: the file is nearly always the same one, so only its line."""
+    """The same for people: the file is nearly always the same one, so only its line, see :func:`of_file`."""
     return "default" if row["source"] is None else "line " + row["source"].rpartition(":")[2]
+
+
+def of_file(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of which file the lines are."""
+    files = dict.fromkeys(r["source"].rpartition(":")[0] for r in rows if r["source"] is not None)
+    return f"Lines are of {', '.join(files)}." if files else ""
 
 
 def stream_us(plan: Plan, nbytes: int) -> float:
@@ -152,6 +158,7 @@ def syncs(plan: Plan) -> Sheet:
             Column("from line", line),
         ),
         rows,
+        note=of_file(rows),
     )
 
 
@@ -229,6 +236,7 @@ def streams(plan: Plan) -> Sheet:
             Column("from line", line),
         ),
         rows,
+        note=of_file(rows),
         extra={
             "ring": {"stages": ring.stages, "stage_bytes": ring.stage_bytes, "bytes": total}
             | {"consumers": ring.consumers, "source": place(ring.source)}
@@ -267,6 +275,7 @@ def loads(plan: Plan) -> Sheet:
             Column("from line", line),
         ),
         rows,
+        note=of_file(rows),
     )
 
 

@@ -459,9 +459,10 @@ def decode(
     from megagen.serve.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, seed)
-    given = decoding.given(model, prompt, prompt_ids, prompt_file, chat=chat)
-    positions, wanted = decoding.sizes(len(given.ids), max_new_tokens, context)
-    needs = None if emulate else foresee(model, tp=tp, positions=positions)
+    with nullcontext() if quiet or str(prompt_file) == "-" else _working(f"reading {model}"):
+        given = decoding.given(model, prompt, prompt_ids, prompt_file, chat=chat)
+        positions, wanted = decoding.sizes(len(given.ids), max_new_tokens, context)
+        needs = None if emulate else foresee(model, tp=tp, positions=positions)
     if needs and not quiet:
         decoding.say_memory(needs)
     with nullcontext(_ignored) if quiet else _working(f"loading {model}") as progress:
@@ -820,7 +821,7 @@ def _print(text: str) -> None:
         typer.echo(text)
 
 
-def _ignored() -> None:
+def _ignored(*told: object) -> None:
     """Progress that nobody wants to see."""
 
 
@@ -849,13 +850,14 @@ def _leave_threads() -> None:
 
 
 @contextmanager
-def _working(text: str, total: int | None = None) -> Iterator[Callable[[], None]]:
+def _working(text: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """A bar with the time on a terminal's standard error, gone when the work is done.
 
-    What it gives is to be called once for each of ``total`` steps; without a total the bar only moves.
+    What it gives is to be called once for each of ``total`` steps, without a total the bar only moves; or with what is
+    being done, how much of it, and of how much.
     """
     if not sys.stderr.isatty():
-        yield lambda: None
+        yield _ignored
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -863,4 +865,11 @@ def _working(text: str, total: int | None = None) -> Iterator[Callable[[], None]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(text, total=total)
-        yield lambda: progress.advance(task)
+
+        def told(what: str | None = None, done: float = 0.0, of: float | None = None) -> None:
+            if what is None:
+                progress.advance(task)
+            else:
+                progress.update(task, description=what, completed=done, total=of)
+
+        yield told

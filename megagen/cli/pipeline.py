@@ -112,14 +112,13 @@ def step(
 ) -> Step | None:
     """What a launch of a graph with caches works on: a chain, or with ``tree`` a random one of ``seed``.
 
-    ``usual``: the context by default, or as much of it as the table of rotations has positions for. None for a graph
+    ``usual``: the context by default, or as much of it as the launch has positions for. None for a graph
     without caches; raises MegagenError if something was asked of one.
     """
-    from megagen.ir.graph import TensorKind
     from megagen.runtime import params
     from megagen.runtime.step import Step
 
-    if not any(t.kind is TensorKind.STATE for t in checked.graph.tensors.values()):
+    if not checked.graph.caches:
         if context is not None or tree:
             what = "--tree" if context is None else "--context"
             raise MegagenError(
@@ -132,7 +131,8 @@ def step(
         context = usual if positions is None else max(0, min(usual, positions - tokens))
     elif positions is not None and context + tokens > positions:
         raise MegagenError(
-            f"--context {context} with {tokens} tokens: the table of rotations has {positions} positions"
+            f"--context {context} with {tokens} tokens: the launch has room for {positions} positions",
+            hint="--option positions=N makes more room",
         )
     return Step.random_tree(tokens, context, seed) if tree else Step.chain(tokens, context)
 

@@ -30,11 +30,14 @@ def time_steps(
     from megagen.bench import measure, whole
     from megagen.errors import MegagenError
     from megagen.runtime.decoder import machine_of
+    from megagen.serve.engine import refuse_too_large
 
     target = measurements("step") if record else None
     devices = whole.gpus(gpus)
     positions = max(contexts) + POSITION_ROOM
     model = whole.muse_spark(tp=tp, positions=positions, machine=machine_of(0), progress=progress)
+    for device in devices:
+        refuse_too_large(model.memory(), whole.free(device), device)
     artifacts = model.artifacts(settings, progress, bounded=bounded)
     rows, shown = [], []
     with whole.open_random(model, artifacts, devices, bounded=bounded, progress=progress) as decoder:

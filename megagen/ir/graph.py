@@ -353,6 +353,11 @@ class Graph(Frozen):
         """All weights by their unique name."""
         return {w.name: w for o in self.ops for w in o.weights.values()}
 
+    @property
+    def caches(self) -> bool:
+        """Whether launches read or write keys, and so come after a context."""
+        return any("keys" in ports for o in self.ops for ports in (o.inputs, o.outputs))
+
     def __contains__(self, op: object) -> bool:
         """Whether there is an op of that name."""
         return any(o.name == op for o in self.ops)

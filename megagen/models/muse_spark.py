@@ -36,6 +36,7 @@ MOST_CHUNKS = 64  # of a sliding layer's cache: two a lane of the warp that merg
 CHECKPOINT = "a checkpoint is a folder in the Hugging Face layout"
 POSITIONS = 16384  # that the table of rotations and a growing cache have by default
 MOST_POSITIONS = 1 << 20
+MOST_CACHE = 1 << 32  # bytes of a layer's keys, and of its values: who writes them counts in 32 bits
 POSITION_STEP = 128  # a growing cache is read two chunks at a time
 FOLLOWING = ("sliding", "global", "end")
 MOST_VOCAB = 1 << 20
@@ -76,6 +77,11 @@ CONFIG_FIELDS = {
     "rms_norm_eps": "rms_norm_eps", "post_norm_eps": "post_norm_eps", "output_multiplier": "output_multiplier",
     "residual_gate_temperature": "residual_gate_temperature", "routed_scaling_factor": "routed_scaling_factor",
 }  # fmt: skip
+
+
+MODELS = ("muse_spark", "muse_spark_text")  # values of model_type
+SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
+FIXED = {"hidden_act": "silu", "attention_bias": False, "rope_scaling": None}  # what is computed, whatever else is said
 
 
 class LayerKind(NamedTuple):
@@ -129,9 +135,11 @@ def layer_kinds(checkpoint: Path) -> list[LayerKind]:
     text = _text_config(path)
     try:
         n = int(text.get("num_hidden_layers", MuseSparkConfig().layers))
-        types = text.get("layer_types") or ["full" if (n - 1 - i) % 4 == 0 else "sliding_attention" for i in range(n)]
+        types = text.get("layer_types") or [FULL if (n - 1 - i) % 4 == 0 else SLIDING for i in range(n)]
         thetas = text.get("layer_rope_theta") or [0 if (n - 1 - i) % 4 == 0 else 1 for i in range(n)]
-        return [LayerKind(t == "sliding_attention", bool(theta)) for t, theta in zip(types, thetas, strict=True)]
+        if n < 1 or not n == len(types) == len(thetas):
+            raise ValueError(f"{n} layers, but {len(types)} of layer_types and {len(thetas)} of layer_rope_theta")
+        return [LayerKind(t == SLIDING, bool(theta)) for t, theta in zip(types, thetas, strict=True)]
     except (ValueError, TypeError) as error:
         raise WeightError(f"{path}: {error}", hint=CHECKPOINT) from None
 
@@ -141,10 +149,39 @@ def _text_config(path: Path) -> Mapping[str, Any]:
         data = json.loads(path.read_text("utf-8"))
         text = data.get("text_config", data)
         text.keys  # noqa: B018 - null or a number is no configuration
+        _refuse_others(path, data, text)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise WeightError(f"{path}: {error}", hint=CHECKPOINT) from None
     found: Mapping[str, Any] = text
     return found
+
+
+def _refuse_others(path: Path, data: Mapping[str, Any], text: Mapping[str, Any]) -> None:
+    """Raises WeightError where a configuration says something that would change the result, and nothing here reads."""
+    found = [
+        f"model_type is {d['model_type']!r}, not {' or '.join(MODELS)}"
+        for d in (data, text)
+        if d.get("model_type", MODELS[0]) not in MODELS
+    ]
+    found += [f"{k} is {text[k]!r}, not {v!r}" for k, v in FIXED.items() if text.get(k, v) != v]
+    if dense := [i for i, kind in enumerate(text.get("mlp_layer_types") or ()) if kind != "sparse"]:
+        found.append(f"layer {dense[0]} has no experts (mlp_layer_types)")
+    if unknown := {t for t in text.get("layer_types") or () if t not in (SLIDING, FULL)}:
+        found.append(f"layer_types has {', '.join(sorted(map(str, unknown)))}, not {SLIDING} or {FULL} alone")
+    rope = text.get("rope_parameters") or {"rope_theta": MuseSparkConfig().rope_theta}
+    kind, theta = rope.get("rope_type", rope.get("type", "default")), rope.get("rope_theta")
+    if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        found.append(f"rope_parameters is {dict(rope)}, not a plain rotation of whole heads")
+    thetas = {text.get("rope_theta") or theta, *(x for x in text.get("layer_rope_theta") or () if x), theta}
+    if not theta or len(thetas) > 1:
+        bases = ", ".join(str(x) for x in thetas)
+        found.append(f"rope_parameters, rope_theta and layer_rope_theta have the bases {bases}, not one for all")
+    if found:
+        raise WeightError(
+            f"{path} describes another model than the kernels compute: {found[0]}",
+            hint="Muse Spark as released is supported, and other sizes of it",
+            notes=tuple((x, None) for x in found[1:]),
+        )
 
 
 def read_config(checkpoint: Path) -> MuseSparkConfig:
@@ -156,8 +193,8 @@ def read_config(checkpoint: Path) -> MuseSparkConfig:
     text = _text_config(path)
     try:
         found = {ours: text[theirs] for ours, theirs in CONFIG_FIELDS.items() if theirs in text}
-        if theta := (text.get("rope_parameters") or {}).get("rope_theta"):
-            found["rope_theta"] = theta
+        if rope := text.get("rope_parameters"):
+            found["rope_theta"] = rope["rope_theta"]
         return MuseSparkConfig(**found)
     except (ValueError, AttributeError, TypeError) as error:
         raise WeightError(f"{path}: {error}", hint=CHECKPOINT) from None
@@ -658,7 +695,7 @@ def _refuse_unfit_attention(
     refuse(two and c.hidden % (tp * GROUP) != 0, f"hidden={c.hidden} gives no whole groups of {GROUP} to {tp} ranks")
     refuse(c.head_dim != HEAD_DIM, f"head_dim={c.head_dim}: the kernels have heads of {HEAD_DIM}")
     for name, n in (("heads", c.heads), ("kv_heads", c.kv_heads)):
-        refuse(n < 1 or n % tp != 0, f"{name}={n} cannot be dealt to {tp} ranks")
+        refuse(n < 1 or n % tp != 0, f"{name}={n} cannot be dealt to {tp} ranks", "a tp that divides it")
     refuse(c.heads % c.kv_heads != 0, f"heads={c.heads} do not share kv_heads={c.kv_heads} evenly")
     width = c.heads // tp * HEAD_DIM
     refuse(
@@ -674,6 +711,13 @@ def _refuse_unfit_attention(
     refuse(
         "global" in (kind, following) and (positions % POSITION_STEP != 0 or positions > MOST_POSITIONS),
         f"positions={positions}: a growing cache holds a multiple of {POSITION_STEP}, at most {MOST_POSITIONS:,}",
+        f"use {min(MOST_POSITIONS, -(-positions // POSITION_STEP) * POSITION_STEP)}",
+    )
+    size = c.kv_heads // tp * positions * HEAD_DIM * 2
+    refuse(
+        "global" in (kind, following) and size > MOST_CACHE,
+        f"positions={positions}: keys of {c.kv_heads // tp} heads take {size:,} bytes, of which {MOST_CACHE:,} count",
+        f"use {MOST_CACHE // (size // positions) // POSITION_STEP * POSITION_STEP}, or a larger tp",
     )
 
 
@@ -682,7 +726,7 @@ def _refuse_unfit_ends(c: MuseSparkConfig, tp: int, following: str = "sliding") 
         if wrong:
             raise ScheduleError(message, loc=here(), hint=hint)
 
-    refuse(c.vocab < 1 or c.vocab % tp != 0, f"vocab={c.vocab} cannot be dealt to {tp} ranks")
+    refuse(c.vocab < 1 or c.vocab % tp != 0, f"vocab={c.vocab} cannot be dealt to {tp} ranks", "a tp that divides it")
     refuse(c.vocab > MOST_VOCAB, f"vocab={c.vocab}: at most {MOST_VOCAB:,}")
     refuse(not c.softcap > 0, f"softcap={c.softcap}: logits are between its negative and itself")
     refuse(following == "end", "following='end': a step's first launch is followed by a layer")

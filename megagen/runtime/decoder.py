@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +13,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from megagen import machines
-from megagen.errors import DeviceError
+from megagen.errors import DeviceError, HangError
 from megagen.ir.plan import Machine
-from megagen.models.muse_spark import launches, layer_kinds, read_config
+from megagen.models.muse_spark import MAX_TOKENS, launches, layer_kinds, read_config
 from megagen.ops.qkv_heads import rotary
 from megagen.runtime import driver, hang, params
 from megagen.runtime.group import Peer, connect
 from megagen.runtime.meeting import Meeting
 from megagen.runtime.model import Model
 from megagen.runtime.rank import Layer, Rank
-from megagen.runtime.session import GRACE_S, Replayable
+from megagen.runtime.session import GRACE_S, UNBOUNDED_S, Replayable
 from megagen.runtime.step import Step
 from megagen.settings import Settings
 from megagen.weights.checkpoint import Checkpoint
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 SETS = 2  # of activations: one is read while the other is written
 TIMEOUT_MS = 2000
 MACHINE = "h200"
-EMULATED_SMS = 4
+EMULATED_SMS, EMULATED_TOKENS = 2, 8  # as few as make one MMA tile: the emulator multiplies unused rows too
+SPIN_S = 0.02  # how long the host looks for the end of a step without a pause: several times what one takes
+PAUSE_S = 100e-6
+_STEPS = [struct.Struct(f"<{params.CONTROL_WORDS + n}i") for n in range(params.STEP_TOKENS + 1)]  # with n tokens
 Values = Mapping[str, "torch.Tensor"]
 Weights = Callable[[int, int], Values]  # of a launch and a rank of this process, by parameter
 
@@ -231,6 +235,7 @@ class GpuDecoder(Decoder):
         ranks: list[dict[str, Peer]] = []
         plans = [kind.plan for kind in model.kinds.values()]
         heaps: Sequence[Any] = [None] * len(plans)
+        self._shared_logits: Any = None
         if meeting is not None:
             tail = model.plan(len(model.launches) - 1)
             size = params.expected(tail)["logits"].bytes
@@ -257,13 +262,21 @@ class GpuDecoder(Decoder):
         self._in = [torch.zeros(2 * params.CONTROL_WORDS, dtype=torch.int32, pin_memory=True) for _ in devices]
         self._out = [torch.zeros(params.STEP_TOKENS + 1, dtype=torch.int32, pin_memory=True) for _ in devices]
         self._peers = ranks
-        super().__init__(model, ranks, weights, progress)
+        self._there = [next(iter(made.values())).here() for made in ranks]  # made once: a step is short
         self._in_words = [x.numpy() for x in self._in]
         self._out_words = [x.numpy() for x in self._out]
         self._graphs: list[Replayable] = []
         self._done = [torch.cuda.Event() for _ in devices]
+        super().__init__(model, ranks, weights, progress)
+        self._start()
+
+    def _start(self) -> None:
+        """A first launch, then the graphs, once all ranks have loaded: a launch waits for the other ranks' on the
+        device, and no longer than a wait may take."""
+        if self._meeting is not None:
+            self._meeting.wait()
         self._warm()
-        self._graphs = [self._capture(i) for i in range(len(devices))]
+        self._graphs = [self._capture(i) for i in range(len(self._peers))]
 
     def _meet(self, plans: Sequence[Any], ranks: Sequence[Mapping[str, Peer]]) -> None:
         """Tell every rank where the heaps and abort words of all are; none is written before all are empty."""
@@ -319,9 +332,9 @@ class GpuDecoder(Decoder):
 
     def write(self, step: Step, ids: Sequence[int]) -> None:
         """What the replays that follow work on. No replay may be under way."""
-        words = [*step.words(), *ids]
+        pack = _STEPS[len(ids)].pack_into
         for view in self._in_words:
-            view[: len(words)] = words
+            pack(view, 0, *step.words(), *ids)
 
     def _run(self, step: Step, ids: Sequence[int]) -> list[int]:
         self.write(step, ids)
@@ -331,8 +344,8 @@ class GpuDecoder(Decoder):
 
     def replay(self) -> None:
         """Queue the step that was last written, once more, on all ranks."""
-        for made, graph, done in zip(self._peers, self._graphs, self._done, strict=True):
-            with next(iter(made.values())).here():
+        for there, graph, done in zip(self._there, self._graphs, self._done, strict=True):
+            with there:
                 graph.replay()
                 done.record()
 
@@ -356,12 +369,14 @@ class GpuDecoder(Decoder):
 
     def settle(self) -> None:
         """Wait for all ranks to be done. Raises HangError when a wait expired, DeviceError when the device is stuck."""
-        patience = GRACE_S + (self.timeout_ms / 1000 if self.timeout_ms else 30.0)
+        patience = self.timeout_ms / 1000 + GRACE_S if self.timeout_ms else UNBOUNDED_S
+        began = time.monotonic()
         try:
             for done in self._done:
-                deadline = time.monotonic() + patience
                 while not done.query():
-                    if time.monotonic() > deadline:
+                    passed = time.monotonic() - began
+                    os.sched_yield() if passed < SPIN_S else time.sleep(PAUSE_S)  # another rank may need the core
+                    if passed > patience:
                         raise DeviceError(
                             f"a step takes longer than {patience:.1f} s, and no wait has expired",
                             hint="the device hangs outside any bounded wait; this process must be ended to free it",
@@ -382,11 +397,29 @@ class GpuDecoder(Decoder):
         (logits,) = (layers[-1].tensors["logits"] for layers in self.bound)
         return [self._share(x) for x in self._meeting.gather(len(self.model.kinds), logits)]
 
+    def logits(self) -> torch.Tensor:
+        try:
+            found = super().logits()
+            self._torch.cuda.current_stream(found.device).synchronize()
+        except RuntimeError as e:  # a rank that does not come to the gathering
+            raise DeviceError(f"gathering the logits failed: {driver.first_line(e)}") from e
+        return found
+
     def close(self) -> None:
-        self._graphs.clear()
+        self._graphs.clear()  # before the modules whose kernels they launch
         self._close.close()
+        for held in (self.bound, self.caches, self._peers, self._words, self._in, self._out):
+            held.clear()
+        self.ranks, self._shared_logits = (), None
         if self._meeting is not None:
             self._meeting.close()
+        self._torch.cuda.empty_cache()  # who asks the driver what is free, as the next decoder does, must be told
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None or issubclass(kind, HangError) or not issubclass(kind, DeviceError):
+            self.close()  # of a device that hangs it would never return
 
 
 # -- from a checkpoint -------------------------------------------------------------------------------------------------
@@ -398,6 +431,7 @@ def planned(
     tp: int,
     positions: int,
     machine: str | Machine = MACHINE,
+    tokens: int = MAX_TOKENS,
     progress: Callable[[], None] = lambda: None,
 ) -> Model:
     """The step of the model in ``directory``. Raises MegagenError for what no schedule can do."""
@@ -405,7 +439,13 @@ def planned(
     experts = [checkpoint.experts(layer).value for layer in range(len(kinds))]
     config = read_config(directory).model_copy(update={"layers": len(kinds)})
     return Model.planned(
-        config, launches(kinds, experts), machine=machine, tp=tp, positions=positions, progress=progress
+        config,
+        launches(kinds, experts),
+        machine=machine,
+        tp=tp,
+        positions=positions,
+        tokens=tokens,
+        progress=progress,
     )
 
 
@@ -424,33 +464,70 @@ def open(
     positions: int,
     emulate: bool = False,
     seed: int = 0,
+    race: bool = False,
     settings: Settings | None = None,
-    progress: Callable[[], None] = lambda: None,
+    progress: Callable[..., None] = lambda *told: None,
 ) -> Decoder:
     """The model in ``directory`` as ``rank`` of ``tp``, on the GPU whose number LOCAL_RANK says (else the first).
 
-    With ``emulate`` all ranks are in this process, and there is no GPU; ``seed`` picks the interleaving. Weights are
-    packed into the cache first, where they are not yet. ``progress`` is called as parts are done. Raises MegagenError.
+    With ``emulate`` all ranks are in this process, and there is no GPU; ``seed`` picks the interleaving, ``race`` looks
+    for accesses that nothing orders. Weights are packed into the cache first, where they are not yet. ``progress`` is
+    called as parts are done: with what is being done, how much of it, and of how much, or with nothing. Raises
+    MegagenError.
     """
     _refuse_stand_ins(tp, live)
     settings = Settings.from_env() if settings is None else settings
-    folder = settings.cache_dir / "weights"
+    folder = settings.cache_dir / "weights" if settings.cache else None  # which pack refuses
     if emulate:
-        return _emulated(directory, tp, positions, seed, settings, folder, progress)
+        return _emulated(directory, tp, positions, seed, race, settings, folder, progress)
     device = int(os.environ.get("LOCAL_RANK", "0"))
-    model = planned(directory, tp=tp, positions=positions, machine=machine_of(device), progress=progress)
-    artifacts = model.artifacts(settings, progress)
-    parts = [Part(launch.layer, model.graph(i)) for i, launch in enumerate(model.launches)]
-    packed = pack(directory, parts, rank=rank, folder=folder, device=f"cuda:{device}")
-    meeting = Meeting(rank, live, device) if live > 1 else None
-    return GpuDecoder(
-        model,
-        artifacts,
-        lambda launch, _: packed.load(launch, f"cuda:{device}"),
-        devices=[device],
-        meeting=meeting,
-        progress=progress,
-    )
+    torch = driver.require_torch(device)
+    with ExitStack() as undo:
+        meeting = Meeting(rank, live, device) if live > 1 else None  # first: a rank that cannot begin is missed soon
+        if meeting is not None:
+            undo.callback(meeting.close)
+        model = planned(directory, tp=tp, positions=positions, machine=machine_of(device), progress=progress)
+        artifacts = model.artifacts(settings, progress)
+
+        def weights(launch: int, _: int) -> Values:
+            found = packed.load(launch, f"cuda:{device}")
+            progress("loading weights", launch + 1, len(model.launches))
+            return found
+
+        try:
+            packed = pack(
+                directory, _parts(model), rank=rank, folder=folder, device=f"cuda:{device}", progress=_Packing(progress)
+            )
+            torch.cuda.empty_cache()  # of what it took to pack
+            made = GpuDecoder(model, artifacts, weights, devices=[device], meeting=meeting)
+        except torch.OutOfMemoryError as e:
+            raise DeviceError(
+                f"GPU {device} is out of memory: {driver.first_line(e)}",
+                hint="more GPUs (--tp), fewer positions (--context), or end what else runs there",
+            ) from e
+        undo.pop_all()
+        return made
+
+
+class _Packing:
+    """Where :func:`pack` tells how far it is; passed on ten times a second at most."""
+
+    def __init__(self, progress: Callable[..., None]) -> None:
+        self._progress, self._told, self._done, self._total = progress, 0.0, 0.0, 0.0
+
+    def add_task(self, description: str, *, total: float | None) -> None:
+        self._done, self._total = 0.0, total or 0.0
+
+    def advance(self, task: None, advance: float) -> None:
+        self._done += advance
+        if (now := time.monotonic()) > self._told + 0.1 or self._done >= self._total:
+            self._told = now
+            sizes = f"{self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB"
+            self._progress(f"packing weights: {sizes}", self._done, self._total)
+
+
+def _parts(model: Model) -> list[Part]:
+    return [Part(launch.layer, model.graph(i)) for i, launch in enumerate(model.launches)]
 
 
 def _emulated(
@@ -458,19 +535,27 @@ def _emulated(
     tp: int,
     positions: int,
     seed: int,
+    race: bool,
     settings: Settings,
-    folder: Path,
-    progress: Callable[[], None],
+    folder: Path | None,
+    progress: Callable[..., None],
 ) -> EmulatedDecoder:
     from megagen.runtime.emulated import World
 
     machine = machines.cut(machines.load(MACHINE), EMULATED_SMS)
-    model = planned(directory, tp=tp, positions=positions, machine=machine, progress=progress)
-    parts = [Part(launch.layer, model.graph(i)) for i, launch in enumerate(model.launches)]
-    packed = [pack(directory, parts, rank=rank, folder=folder) for rank in range(tp)]
+    model = planned(directory, tp=tp, positions=positions, machine=machine, tokens=EMULATED_TOKENS, progress=progress)
+    parts = _parts(model)
+    packed = [pack(directory, parts, rank=rank, folder=folder, progress=_Packing(progress)) for rank in range(tp)]
     first, *others = (kind.plan for kind in model.kinds.values())
     world = World(
-        first, model.library(settings), seed=seed, layers=len(parts), others=others, overrides=False, progress=progress
+        first,
+        model.library(settings),
+        seed=seed,
+        race=race,
+        layers=len(parts),
+        others=others,
+        overrides=False,
+        progress=progress,
     )
     return EmulatedDecoder(model, world, lambda launch, rank: packed[rank].load(launch), progress)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ from megagen.runtime.params import ALIGNMENT
 if TYPE_CHECKING:
     import torch
 
-PATIENCE_S = 60.0  # for the slowest rank to come to the same place: loading takes different times
+PATIENCE_S = 60.0  # for the slowest rank to start
+LOADING_S = 24 * 3600.0  # for it to load: packing may take one rank many minutes longer; who ends is noticed at once
 SIGNAL_MS = 2000  # for a barrier on the device
 NEEDED = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -22,8 +24,9 @@ NEEDED = ("MASTER_ADDR", "MASTER_PORT")
 class Meeting:
     """Rank ``rank`` of ``live`` processes of this machine, each with its GPU ``device``.
 
-    They find each other as torch.distributed does, by MASTER_ADDR and MASTER_PORT. Raises DeviceError when these are
-    not set, when a rank does not come within a minute, or when GPUs cannot reach each other's memory.
+    They find each other as torch.distributed does, by MASTER_ADDR and MASTER_PORT, or in the process group that there
+    is already. Raises DeviceError when these are not set, when a rank does not come within a minute, when the group is
+    another one, or when GPUs cannot reach each other's memory.
     """
 
     def __init__(self, rank: int, live: int, device: int) -> None:
@@ -33,15 +36,26 @@ class Meeting:
         import torch.distributed as dist
 
         self.rank, self.live, self.device = rank, live, torch.device("cuda", device)
-        if not dist.is_initialized():
+        self._dist = dist
+        own = not dist.is_initialized()
+        if own:
             if missing := [name for name in NEEDED if name not in os.environ]:
                 raise DeviceError(f"rank {rank} of {live} cannot find the others: {' and '.join(missing)} not set")
             try:
                 dist.init_process_group("gloo", rank=rank, world_size=live, timeout=timedelta(seconds=PATIENCE_S))
             except (RuntimeError, ValueError) as e:
-                raise DeviceError(f"rank {rank} cannot meet the others: {driver.first_line(e)}") from e
-        self._dist = dist
+                raise DeviceError(
+                    f"rank {rank} cannot meet the others: {driver.first_line(e)}",
+                    hint=f"they meet at {' '.join(f'{name}={os.environ[name]}' for name in NEEDED)}",
+                ) from e
+        elif (dist.get_rank(), dist.get_world_size()) != (rank, live):
+            raise DeviceError(
+                f"rank {rank} of {live} is rank {dist.get_rank()} of {dist.get_world_size()} in torch's process group"
+            )
+        self._group: Any = dist.group.WORLD if own else dist.new_group(backend="gloo")
         self.places: list[list[int]] = []  # of each rank, where its parts are
+        self._arena: Any = None
+        self._handle: Any = None
 
     def memory(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """uint8 tensors of these sizes, of which every rank has the like: ``places`` then has all ranks' addresses.
@@ -57,7 +71,7 @@ class Meeting:
             size += -(-n // ALIGNMENT) * ALIGNMENT
         try:
             arena = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-            self._handle: Any = symmetric.rendezvous(arena, self._dist.distributed_c10d._get_default_group())
+            self._handle = symmetric.rendezvous(arena, self._group)
         except RuntimeError as e:
             raise DeviceError(
                 f"rank {self.rank} cannot share {size:,} bytes with the others: {driver.first_line(e)}",
@@ -68,12 +82,16 @@ class Meeting:
         return [arena[offset : offset + n] for offset, n in zip(offsets, sizes, strict=True)]
 
     def wait(self) -> None:
-        """Until all ranks are here. Raises DeviceError when one does not come."""
+        """Until all ranks are here, however long they load. Raises DeviceError when one has ended."""
         self._torch.cuda.synchronize(self.device)
         try:
-            self._dist.barrier()
+            self._dist.monitored_barrier(self._group, timedelta(seconds=LOADING_S))
         except RuntimeError as e:
-            raise DeviceError(f"rank {self.rank} waits for the others: {driver.first_line(e)}") from e
+            named = re.search(r"Rank (\d+) failed", str(e))
+            who = f"rank {named[1]}" if named else "one of them"
+            raise DeviceError(
+                f"rank {self.rank} waits for the others to load, and {who} has ended", hint="what it said tells why"
+            ) from e
 
     def gather(self, part: int, like: torch.Tensor) -> list[torch.Tensor]:
         """Every rank's ``part`` of the memory, with the type and shape of ``like``: copies, made in the current stream
@@ -88,6 +106,8 @@ class Meeting:
         return copies
 
     def close(self) -> None:
-        """Leave. The memory must not be used any more."""
-        if self._dist.is_initialized():
-            self._dist.destroy_process_group()
+        """Leave, and let go of the memory, which must not be used any more. A process group that was there stays."""
+        self._arena = self._handle = None
+        if self._group is not None:
+            self._dist.destroy_process_group(self._group)
+            self._group = None

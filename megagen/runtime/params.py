@@ -73,11 +73,15 @@ def positions(plan: Plan) -> int | None:
     """How many positions the table of rotations has, or a growing cache, whichever is less; None without either."""
     tables = {o.tensors.get("rotary") for o in plan.ops if o.kind == "qkv_heads"}
     found = [p.shape[0] for p in plan.params if p.name in tables]
-    for op in plan.ops:
-        if op.kind == "global_attention":
-            found.append(int(op.constants["kCapacity"]))
-        if op.kind == "qkv_heads" and not op.constants["kRotate"]:
-            found.append(int(op.constants["kRing"]))
+    if (most := numbers(plan)) is not None:
+        found.append(most)
+    return min(found, default=None)
+
+
+def numbers(plan: Plan) -> int | None:
+    """How many numbers its growing caches hold; None without one."""
+    found = [int(op.constants["kCapacity"]) for op in plan.ops if op.kind == "global_attention"]
+    found += [int(op.constants["kRing"]) for op in plan.ops if op.kind == "qkv_heads" and not op.constants["kRotate"]]
     return min(found, default=None)
 
 

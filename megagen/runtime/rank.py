@@ -65,7 +65,7 @@ class Rank(ABC):
         control: torch.Tensor | None = None,
     ) -> None:
         self.plan, self.device, self.timeout_ms = plan, device, timeout_ms
-        self._first: Rank = self if beside is None else beside._first
+        self._other = None if beside is None else beside._first
         self.live, self.rank = live, rank
         route = next((o.constants for o in plan.ops if o.kind == "top_k"), None)
         self.top_k = int(route["kTopK"]) if route else 0
@@ -82,7 +82,12 @@ class Rank(ABC):
             p.name: self._empty(p.name, p.what, p.dtype, p.shape) for p in plan.params if p.what == "output"
         }
         self._expected = params.expected(plan)
-        self._positions = params.positions(plan)
+        self._positions, self._numbers = params.positions(plan), params.numbers(plan)
+
+    @property
+    def _first(self) -> Rank:
+        """Whose control words and abort word it uses. Not kept, as what refers to itself is not freed at once."""
+        return self if self._other is None else self._other
 
     @property
     def abort_word(self) -> torch.Tensor:
@@ -234,9 +239,14 @@ class Rank(ABC):
     def set_step(self, step: Step) -> None:
         """What the launches that follow in the current stream work on, captured graphs included.
 
-        Raises DeviceError for more tokens than the Plan's, and for positions that its table of rotations lacks.
+        Raises DeviceError for more tokens than the Plan's, for positions that its table of rotations lacks, and for
+        numbers that a growing cache has no place for: those of a tree go further than its positions.
         """
         self._refuse_tokens(step.tokens)
+        if self._numbers is not None and step.numbers.stop > self._numbers:
+            raise DeviceError(
+                f"{step.tokens} tokens after {step.context}: growing caches of {self.plan.name} hold {self._numbers}"
+            )
         last = max(step.positions)
         if self._positions is not None and last >= self._positions:
             raise DeviceError(

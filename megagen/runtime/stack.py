@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, "torch.Tensor"]
 SETS = 2  # of activations: one is read while the other is written
+STEP = "megagen step times all launches of a step in a row"
 
 
 def handed_on(plan: Plan) -> dict[str, str]:
@@ -34,7 +35,16 @@ def handed_on(plan: Plan) -> dict[str, str]:
     made = [p for p in plan.params if p.what in ("output", "state") and p.name not in pairs.values()]
     if not (len(given) == len(made) == 1 and _same(given[0], made[0])):
         names = [", ".join(p.name for p in ps) or "nothing" for ps in (given, made)]
-        raise DeviceError(f"layers of {plan.name} cannot feed each other: {names[0]} is left to read, {names[1]} made")
+        raise DeviceError(
+            f"layers of {plan.name} cannot feed each other: {names[0]} is left to read, {names[1]} made", hint=STEP
+        )
+    of = {p.name: p for p in plan.params}
+    if unlike := [f"{name} is not like {other}" for other, name in pairs.items() if not _same(of[other], of[name])]:
+        kind = "global" if attention is not None and attention.kind == "global_attention" else "sliding"
+        raise DeviceError(
+            f"layers of {plan.name} cannot feed each other: {', '.join(unlike)}",
+            hint=f"--option following={kind} makes a layer that its like can follow; {STEP}",
+        )
     return {given[0].name: made[0].name, **pairs}
 
 

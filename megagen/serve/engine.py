@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from megagen.errors import DeviceError, MegagenError, WeightError
+from megagen.errors import DeviceError, HangError, MegagenError, WeightError
 from megagen.serve.decoding import Decoding
 from megagen.serve.generate import Meter, Stop, Token, generate
 from megagen.serve.sampling import GREEDY, Sampling
@@ -19,6 +19,7 @@ from megagen.serve.text import Text, stop_ids
 POSITIONS = 4096  # numbers that the caches hold by default
 OPEN = "megagen.serve.engine:open_rank"
 CHUNK = 128  # positions
+FOLDER = "give the folder of a checkpoint in the Hugging Face layout"
 Needs = Sequence[tuple[str, int]]  # (what, bytes) of each GPU
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
@@ -115,7 +116,7 @@ class Engine:
         tp: int = 1,
         max_positions: int = POSITIONS,
         emulate: bool = False,
-        progress: Callable[[], None] = lambda: None,
+        progress: Callable[..., None] = lambda *told: None,
         needs: Needs | None = None,
         text: Text | None = None,
     ) -> Self:
@@ -123,8 +124,9 @@ class Engine:
 
         Under torchrun (RANK, WORLD_SIZE and LOCAL_RANK are set) this process is one of the ranks, and torchrun looks
         after the others. ``max_positions``: numbers that the caches hold, rounded up to whole chunks. ``progress`` is
-        called as parts are loaded. ``needs`` and ``text``: what :func:`foresee` says, and the tokenizer, where they
-        are known already. Raises MegagenError.
+        called as parts are loaded: with what is being done, how much of it, and of how much, or with nothing.
+        ``needs`` and ``text``: what :func:`foresee` says, and the tokenizer, where they are known already. Raises
+        MegagenError.
         """
         checkpoint = Path(directory)
         require(checkpoint)
@@ -181,15 +183,20 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is not None and (issubclass(kind, DeviceError) or isinstance(self._source, Supervisor)):
+        # After a HangError the launches have ended, after another DeviceError the device may hang.
+        hangs = kind is not None and issubclass(kind, DeviceError) and not issubclass(kind, HangError)
+        if hangs or (kind is not None and isinstance(self._source, Supervisor)):
             self._source.abort()
         else:
             self.close()
 
 
 def require(checkpoint: Path) -> None:
+    """Raises WeightError for what is no checkpoint's folder."""
+    if not checkpoint.is_dir():
+        raise WeightError(f"{checkpoint} is no checkpoint: it is no folder", hint=FOLDER)
     if not (checkpoint / "config.json").is_file():
-        raise WeightError(f"{checkpoint} is no checkpoint: it has no config.json", hint="a Hugging Face folder")
+        raise WeightError(f"{checkpoint} is no checkpoint: it has no config.json", hint=FOLDER)
 
 
 def _torchrun(tp: int) -> tuple[int, int] | None:
@@ -217,7 +224,7 @@ def foresee(checkpoint: Path, *, tp: int, positions: int) -> Needs:
 
 
 def open_rank(
-    *, rank: int, progress: Callable[[], None], directory: str, tp: int, positions: int, needs: Needs | None
+    *, rank: int, progress: Callable[..., None], directory: str, tp: int, positions: int, needs: Needs | None
 ) -> Decoding:
     """A rank's decoder, on the GPU of its number on this machine; emulated, with all ranks, if it ``needs`` none.
 

@@ -30,7 +30,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Progress:
-    """A part of loading is done."""
+    """A part of loading is done. ``told``: nothing, or what is being done, how much of it, and of how much."""
+
+    told: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ class Supervisor:
         arguments: Mapping[str, Any],
         *,
         stall_s: float | None = STALL_S,
-        progress: Callable[[], None] = lambda: None,
+        progress: Callable[..., None] = lambda *told: None,
     ) -> None:
         self._stall_s, self._progress = stall_s, progress
         self._board = Board.make(ranks)
@@ -214,9 +214,9 @@ class Supervisor:
                 one.done, one.busy = message, False
             case Ready():
                 one.ready, one.busy = message, False
-            case Progress():
+            case Progress(told):
                 if one.rank == 0:
-                    self._progress()
+                    self._progress(*told)
             case Failed():
                 one.failed, one.failed_at = message, time.monotonic()
 

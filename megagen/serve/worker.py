@@ -56,7 +56,7 @@ def _serve(rank: int, board: Board, link: Connection) -> None:
     load: Load = link.recv()
     module, _, function = load.factory.partition(":")
     make = getattr(importlib.import_module(module), function)
-    decoding: Decoding = make(rank=rank, progress=lambda: link.send(Progress()), **load.arguments)
+    decoding: Decoding = make(rank=rank, progress=lambda *told: link.send(Progress(told)), **load.arguments)
     link.send(Ready(decoding.vocab, decoding.positions, decoding.most))
     while (request := link.recv()) is not None:
         _run(rank, board, link, decoding, request)

@@ -49,7 +49,7 @@ class Row(Frozen):
     end: Stat
     loads: tuple[Loads, ...]
     parts: tuple[Part, ...]
-    source: str  # "muse_swa.py:41"
+    source: str  # "_layer.py:41"
     length: Stat = (0.0, 0.0, 0.0)
 
     @property

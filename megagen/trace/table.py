@@ -26,7 +26,7 @@ NEVER = np.iinfo("i8").max
 
 
 def place(source: Source) -> str:
-    """ "muse_swa.py:41", or nothing for a default."""
+    """ "_layer.py:41", or nothing for a default."""
     return f"{Path(source.file).name}:{source.line}" if source.line else ""
 
 

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import torch
 from rich.progress import Progress
@@ -115,6 +115,13 @@ class Packed:
         return out
 
 
+class Bar(Protocol):
+    """What is needed of rich's Progress."""
+
+    def add_task(self, description: str, *, total: float | None) -> Any: ...
+    def advance(self, task: Any, advance: float, /) -> object: ...
+
+
 def pack(
     directory: str | Path,
     parts: Sequence[Part],
@@ -122,7 +129,7 @@ def pack(
     rank: int,
     folder: Path | None = None,
     device: torch.device | str = "cpu",
-    progress: Progress | None = None,
+    progress: Bar | None = None,
 ) -> Packed:
     """``rank``'s weights of all ``parts``, packed below ``folder``; what is there already is kept.
 
@@ -137,7 +144,7 @@ def pack(
     if folder is None:
         settings = Settings.from_env()
         if not settings.cache:
-            raise WeightError("packed weights are kept in the cache, and MEGAGEN_CACHE=0", hint="give a folder")
+            raise WeightError("packed weights are kept in the cache, and MEGAGEN_CACHE=0", hint="set it to 1")
         folder = settings.cache_dir / "weights"
     checkpoint = Checkpoint(directory)
     opened = [checkpoint.open(part.layer, part.graph) for part in parts]
@@ -145,7 +152,7 @@ def pack(
     key = _digest(made_from)
     own = folder / key / f"rank{rank}of{min(tps)}"
     packed = Packed(tuple(parts), own, tuple(_file(own, key, part, rank) for part in parts))
-    bar = progress or Progress(disable=True)
+    bar: Bar = progress or Progress(disable=True)
     task = bar.add_task(f"weights of rank {rank}", total=packed.bytes)
     try:
         (own / "locks").mkdir(parents=True, exist_ok=True)

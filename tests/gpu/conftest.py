@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +24,14 @@ class Rig:
 
     settings: Settings
     schedule: Path = SCHEDULE
+    options: dict[str, Any] = field(default_factory=dict)
     _built: dict[Any, pipeline.Built] = field(default_factory=dict)
     _sessions: dict[Any, Any] = field(default_factory=dict)
 
     def checked(self, choices: Mapping[str, str] | None = None, *, fused: bool = True) -> pipeline.Checked:
-        return pipeline.check(pipeline.Request(self.schedule, MACHINE, choices=dict(choices or {}), fused=fused))
+        return pipeline.check(
+            pipeline.Request(self.schedule, MACHINE, choices=dict(choices or {}), fused=fused, options=self.options)
+        )
 
     def built(self, choices: Mapping[str, str] | None = None, *, fused: bool = True, fault: str = "") -> pipeline.Built:
         """``fault``: the channel whose first tile is never sent."""
@@ -40,6 +44,13 @@ class Rig:
                 checked = replace(checked, plan=checked.plan.model_copy(update={"channels": tuple(broken)}))
             self._built[key] = pipeline.build(checked, [ARCH], self.settings)
         return self._built[key]
+
+    def build(self, *choices: Mapping[str, str]) -> None:
+        """All of these side by side, and the unfused one."""
+        with ThreadPoolExecutor() as pool:
+            jobs = [pool.submit(self.built, c) for c in choices] + [pool.submit(self.built, fused=False)]
+            for job in jobs:
+                job.result()
 
     def session(self, choices: Mapping[str, str] | None = None, *, fused: bool = True, fault: str = "") -> Any:
         from megagen.runtime.session import Session
@@ -96,6 +107,20 @@ def layers() -> Iterator[Rig]:
     made = Rig(Settings.from_env(), Path("muse_swa.py"))
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def new_rig() -> Iterator[Callable[..., Rig]]:
+    """``new_rig(schedule, {option: value})``, for as long as the module's tests run."""
+    made: list[Rig] = []
+
+    def make(schedule: str, options: dict[str, Any]) -> Rig:
+        made.append(Rig(Settings.from_env(), Path(schedule), options))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        rig.close()
 
 
 @pytest.fixture(scope="session")

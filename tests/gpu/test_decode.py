@@ -68,6 +68,24 @@ def test_one_rank_emits_what_transformers_would(checkpoint: Path, references: tu
     promised(runs, references)
 
 
+def test_one_engine_after_another(checkpoint: Path) -> None:
+    """The first leaves the GPU as it was, though nobody forgot it."""
+    import torch
+    from whole_decode import prompt
+
+    from megagen.serve.engine import Engine
+
+    kept, answers, free = [], [], []
+    for _ in range(3):
+        with Engine.from_pretrained(checkpoint, max_positions=POSITIONS) as engine:
+            run = engine.generate(prompt(17, engine.vocab), max_new_tokens=20, stop=())
+            answers.append([t.id for t in run])
+        kept.append(engine)
+        free.append(torch.cuda.mem_get_info()[0])
+    assert answers[0] == answers[1] == answers[2]
+    assert max(free) - min(free) < 64 << 20, free
+
+
 # -- two ranks -----------------------------------------------------------------------------------------------------
 
 
@@ -79,6 +97,20 @@ def two_gpus() -> None:
         pytest.skip("one GPU: two ranks need two")
 
 
+def two_ranks(*arguments: str, late_s: float = 0.0) -> list[subprocess.Popen[bytes]]:
+    """Of a decode, as torchrun starts them; the second one loads for so much longer."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "rank_of_two.py"), *arguments],
+            env=os.environ | place | {"RANK": str(r), "LOCAL_RANK": str(r), "LATE_S": str(r * late_s)},
+        )
+        for r in range(2)
+    ]
+
+
 def test_two_ranks_emit_what_transformers_would(
     checkpoint: Path, references: tuple[Any, Any], two_gpus: None, tmp_path: Path
 ) -> None:
@@ -86,19 +118,7 @@ def test_two_ranks_emit_what_transformers_would(
     import torch
     from whole_decode import Run
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    command = [sys.executable, str(HERE / "rank_of_two.py"), str(checkpoint), ",".join(map(str, PROMPTS)), str(EMIT)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(tmp_path / "out")],
-            env=os.environ
-            | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-            | {"MASTER_PORT": str(port)},
-        )
-        for r in range(2)
-    ]
+    ranks = two_ranks(str(checkpoint), ",".join(map(str, PROMPTS)), str(EMIT), str(tmp_path / "out"))
     assert [p.wait(240) for p in ranks] == [0, 0]
     found = [torch.load(tmp_path / f"out.{r}", weights_only=True) for r in range(2)]
     runs = [[Run(*run) for run in one["runs"]] for one in found]
@@ -106,6 +126,12 @@ def test_two_ranks_emit_what_transformers_would(
         assert mine.ids == other.ids and mine.logits.equal(other.logits)
     assert all(a.equal(b) for a, b in zip(found[0]["streams"], found[1]["streams"], strict=True))
     promised(runs[0], references)
+
+
+def test_a_rank_that_loads_for_longer_is_waited_for(checkpoint: Path, two_gpus: None, tmp_path: Path) -> None:
+    """Longer than the device's waits are bounded."""
+    ranks = two_ranks(str(checkpoint), "5", "4", str(tmp_path / "out"), late_s=6.0)
+    assert [p.wait(120) for p in ranks] == [0, 0]
 
 
 def used() -> list[int]:
@@ -138,6 +164,19 @@ def test_a_pause_of_a_second_is_survived(engine: Any) -> None:
             time.sleep(1.0)
             os.kill(pid, signal.SIGCONT)
     assert paused == plain
+
+
+def test_ranks_draw_the_same(engine: Any) -> None:
+    from whole_decode import prompt
+
+    from megagen.serve.sampling import Sampling
+
+    ids = prompt(20, engine.vocab)
+    one, same, other = (
+        [t.id for t in engine.generate(ids, max_new_tokens=40, stop=(), sampling=Sampling(1.0, 50, 0.9, seed))]
+        for seed in (1, 1, 2)
+    )
+    assert one == same != other
 
 
 KILLS = int(os.environ.get("KILLS", "3"))

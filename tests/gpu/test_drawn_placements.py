@@ -16,8 +16,8 @@ from megagen.bench.routes import routes
 
 pytestmark = pytest.mark.gpu
 
-COUNT = 8
-MADE = {"stream_out", "next_q", "next_gate", "next_k_cache", "next_v_cache"}
+COUNT = 10
+MADE = {"stream_out", "next_q", "next_gate", "next_k_cache", "next_v_cache", "logits", "next_ids"}
 
 
 @cache
@@ -30,20 +30,20 @@ def packed(shipped: str, options: Any) -> Any:
 
 def launches(p: Placement, built: Any) -> list[dict[str, Any]]:
     """All readable values of three launches in a row: a chain, a tree, a chain."""
-    from megagen.bench.inputs import Inputs
+    from megagen.bench.inputs import Inputs, has_caches
     from megagen.bench.verify import Verifier
     from megagen.runtime.session import Session
     from megagen.runtime.step import Step
 
-    layer = any(op.kind == "attention" for op in built.graph.ops)
     steps = [Step.chain(16, 2050), Step.random_tree(7, 100, 1), Step.chain(3, 2047)]
     found = []
     with Session(built.plan, built.artifacts["sm_90a"].path) as session:
         verifier = Verifier(session, built.graph, packed(p.shipped, p.options), {})
         for i, step in enumerate(steps):
-            where = step if layer else Step.chain(step.tokens)
+            where = step if has_caches(built.graph) else Step.chain(step.tokens)
             inputs = Inputs.random(built.graph, 1, step.tokens, i, session.device, where)
-            found.append(verifier.launch(inputs, routes(min(49, 8 * step.tokens), step.tokens, seed=i)))
+            routed = routes(min(49, 8 * step.tokens), step.tokens, seed=i) if verifier.top_k else None
+            found.append(verifier.launch(inputs, routed))
     return found
 
 

@@ -90,12 +90,12 @@ def test_what_changes_the_arithmetic(layers: Any, name: str) -> None:
             assert not [str(c) for c in checks if not c]
 
 
-def launches(verifier: Any) -> list[dict[str, Any]]:
+def launches(verifier: Any, after: int = 2050) -> list[dict[str, Any]]:
     """All readable values and the caches' new rows, of a chain and of a tree."""
     from megagen.bench.inputs import Inputs
 
     found = []
-    for tokens, context, tree in ((16, 2050, False), (7, 100, True)):
+    for tokens, context, tree in ((16, after, False), (7, 100, True)):
         step = step_of(tokens, context, tree, seed=1)
         device = verifier.session.device
         inputs = Inputs.random(verifier.graph, 1, tokens, 5, device, step)
@@ -136,15 +136,15 @@ def test_unfused(layers: Any, right: list[dict[str, Any]]) -> None:
     same(right, launches(layers.verifier(session)))
 
 
-def test_a_chains_bits_depend_on_neither_launch_nor_row(layer: Any) -> None:
+def alone_as_together(verifier: Any, *contexts: int) -> None:
     """Token t of a launch of sixteen after c others, and alone after c + t: the same bits in everything it makes."""
     from dataclasses import replace
 
     from megagen.bench.inputs import Inputs
     from megagen.runtime.step import Step
 
-    verifier, device = layer, layer.session.device
-    for context in (2040, 100):
+    device = verifier.session.device
+    for context in contexts:
         inputs = Inputs.random(verifier.graph, 1, 16, 11, device, Step.chain(16, context))
         together = verifier.launch(inputs)
         for t, n in ((0, 1), (3, 5), (8, 8), (15, 1)):
@@ -159,6 +159,10 @@ def test_a_chains_bits_depend_on_neither_launch_nor_row(layer: Any) -> None:
             for name, x in alone.items():
                 axis = verifier._token_axis(name)
                 assert bits(x).equal(bits(together[name].narrow(axis, t, n))), (context, t, n, name)
+
+
+def test_a_chains_bits_depend_on_neither_launch_nor_row(layer: Any) -> None:
+    alone_as_together(layer, 2040, 100)
 
 
 @pytest.fixture(scope="module")

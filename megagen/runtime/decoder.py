@@ -120,7 +120,7 @@ class Decoder(ABC):
     def step(self, ids: Sequence[int], context: int) -> list[int]:
         """Run ``ids`` as a chain after ``context`` numbers: the most likely token after each of them.
 
-        Raises DeviceError for what no step can be, HangError when a wait expired.
+        Raises DeviceError for what no step can be, HangError when a wait expired: after that it can only be closed.
         """
         step = Step.chain(len(ids), context)
         if len(ids) > self.most or context + len(ids) > self.positions:
@@ -413,6 +413,7 @@ class GpuDecoder(Decoder):
         self.ranks, self._shared_logits = (), None
         if self._meeting is not None:
             self._meeting.close()
+            self._meeting = None
         self._torch.cuda.empty_cache()  # who asks the driver what is free, as the next decoder does, must be told
 
     def __exit__(

@@ -54,8 +54,6 @@ class Meeting:
             )
         self._group: Any = dist.group.WORLD if own else dist.new_group(backend="gloo")
         self.places: list[list[int]] = []  # of each rank, where its parts are
-        self._arena: Any = None
-        self._handle: Any = None
 
     def memory(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """uint8 tensors of these sizes, of which every rank has the like: ``places`` then has all ranks' addresses.
@@ -71,7 +69,7 @@ class Meeting:
             size += -(-n // ALIGNMENT) * ALIGNMENT
         try:
             arena = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-            self._handle = symmetric.rendezvous(arena, self._group)
+            self._handle: Any = symmetric.rendezvous(arena, self._group)
         except RuntimeError as e:
             raise DeviceError(
                 f"rank {self.rank} cannot share {size:,} bytes with the others: {driver.first_line(e)}",
@@ -106,8 +104,7 @@ class Meeting:
         return copies
 
     def close(self) -> None:
-        """Leave, and let go of the memory, which must not be used any more. A process group that was there stays."""
-        self._arena = self._handle = None
+        """Leave. A process group that was there stays, and the memory until nobody has the meeting or a part of it."""
         if self._group is not None:
             self._dist.destroy_process_group(self._group)
             self._group = None

@@ -144,7 +144,9 @@ def pack(
     if folder is None:
         settings = Settings.from_env()
         if not settings.cache:
-            raise WeightError("packed weights are kept in the cache, and MEGAGEN_CACHE=0", hint="set it to 1")
+            raise WeightError(
+                "packed weights are kept in the cache, and MEGAGEN_CACHE=0", hint="set it to 1, or give a folder"
+            )
         folder = settings.cache_dir / "weights"
     checkpoint = Checkpoint(directory)
     opened = [checkpoint.open(part.layer, part.graph) for part in parts]

@@ -286,6 +286,18 @@ def _exponential() -> Data:
     return Data((_bits(x),), want, unit=unit, bound=np.where(np.isfinite(bound), bound, 0))
 
 
+def _power_of_two() -> Data:
+    """PTX ISA, ex2.approx.ftz: 2 ulp of the rounded result, half an ulp more of the exact one; a subnormal one is 0."""
+    rng = np.random.default_rng(15)
+    wide, near = rng.uniform(-160, 140, ELEMENTS // 2), rng.standard_normal(ELEMENTS)
+    x = _f32(np.concatenate([SPECIAL, _bits(wide), _bits(near)])[:ELEMENTS])
+    with np.errstate(all="ignore"):
+        x[(np.abs(x - 128) < 0.01) | (np.abs(x + 126) < 0.01)] = 0.5  # either side of the largest and least number
+        want = _overflowing(np.exp2(x.astype(np.float64)))
+        want = np.where(want < 2.0**-126, 0.0, want)
+    return Data((_bits(x),), want, unit=_ulp(want), bound=np.full(ELEMENTS, 2.5))
+
+
 def _quotient() -> Data:
     """PTX ISA, div.approx: 2 ulp for a denominator of 2^-126 to 2^126; above, 0, or NaN for an infinite numerator."""
     rng = np.random.default_rng(11)
@@ -553,6 +565,7 @@ CASES: tuple[Case, ...] = (
     Case("convert", "convert.cu", "convert", _convert, blocks=4),
     Case("arithmetic", "convert.cu", "arithmetic", _arithmetic, blocks=4),
     Case("exponential", "convert.cu", "exponential", _exponential, blocks=4, unit="ulp"),
+    Case("power_of_two", "convert.cu", "power_of_two", _power_of_two, blocks=4, unit="ulp"),
     Case("quotient", "convert.cu", "quotient", _quotient, blocks=4, unit="ulp"),
     Case("inverse_root", "convert.cu", "inverse_root", _inverse_root, blocks=4, unit="ulp"),
     Case("multiply_bf16", "mma.cu", "multiply_bf16", _multiply_bf16, blocks=4, unit="of the terms' sum"),

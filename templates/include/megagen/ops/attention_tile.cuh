@@ -23,7 +23,8 @@ struct AttentionTile {
     static constexpr u32 kNone = 0xff800000u; // minus infinity
     static_assert(kHeadDim == 64 && kKeyChunk == 64, "fragments of four steps and eight tiles");
 
-    MEGAGEN_DEVICE float larger(float a, float b) { return a > b ? a : b; }
+    // Of a number and a NaN the number: weights tell of the NaN.
+    MEGAGEN_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
 
     // Lanes 4 g .. 4 g + 3 have the parts of row g.
     MEGAGEN_DEVICE float quad_max(float x) {
@@ -95,9 +96,15 @@ struct AttentionTile {
 
     // The larger of `most` and this lane's scores of row h.
     MEGAGEN_DEVICE float most_of(const float (&s)[kTiles][4], u32 h, float most) {
+        float x[kTiles];
 #pragma unroll
-        for (u32 n = 0; n < kTiles; ++n) most = larger(larger(most, s[n][2 * h]), s[n][2 * h + 1]);
-        return most;
+        for (u32 n = 0; n < kTiles; ++n) x[n] = larger(s[n][2 * h], s[n][2 * h + 1]);
+#pragma unroll
+        for (u32 d = kTiles / 2; d > 0; d /= 2) {
+#pragma unroll
+            for (u32 n = 0; n < d; ++n) x[n] = larger(x[n], x[n + d]);
+        }
+        return larger(most, x[0]);
     }
 
     // Weights of row h's scores, unnormalised, and `sum` with what they add to it.

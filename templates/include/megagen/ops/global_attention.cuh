@@ -1,5 +1,10 @@
 // Attention over a growing cache, up to 16 tokens at once: spans of keys and values pass through the block's ring, each
 // once, and a warp a query head reads them there. See megagen/ops/global_attention.py.
+//
+// Bytes: 256 a number and kv head, from HBM once. An H200's SM gets a stage of 128 numbers in 0.94 us, 1,900 clk. The
+// attend warps are slower: each reads the stage from shared memory, 2,048 clk for eight, in which a scheduler's two
+// warps issue 1,810 instructions, 272 HMMA of 6.5 clk among them. So a warp never waits where it could work on the next
+// chunk.
 #pragma once
 
 #include <megagen/ops/attention_tile.cuh>
@@ -104,6 +109,8 @@ struct GlobalAttention : AttentionTile {
     static constexpr u32 kStageChunks = 2;
     static constexpr u32 kChunkBytes = kKeyChunk * kHeadDim * 2;  // of keys, and of values
     static constexpr u32 kSideBytes = kStageChunks * kChunkBytes; // in a stage
+    static constexpr float kBinary = Op::kScale * 1.44269504f;    // of scores: weights are powers of two
+    static constexpr u32 kOnes = 0x3f803f80u;                     // of bf16
     static constexpr u32 kHeadChunks = Op::kCapacity / kKeyChunk; // of a kv head's cache
     static_assert(Op::kHeads % Op::kKvHeads == 0 && kGroup <= kWarps, "a warp a query head");
     static_assert(Op::kCapacity % (kStageChunks * kKeyChunk) == 0, "whole stages");
@@ -162,88 +169,130 @@ struct GlobalAttention : AttentionTile {
         Op::Partials::publish(ctx, done);
     }
 
+    // While a chunk's scores become weights, those of the next one are multiplied; while its values are, the largest of
+    // the next scores is found: a scheduler has two of these warps, too few to hide what each waits for. Behind a
+    // unit's last chunk come scores of its last stage once more, which nobody uses.
     template <class Ctx>
     MEGAGEN_DEVICE bool attend(Ctx& ctx, const Rows& rows, const Units<Ctx>& unit, u32 head) {
         uint4 q[2][2];
-        if (!queries<typename Op::Q, kWidth>(ctx, head, q)) return false;
+        if (!queries<typename Op::Q, kWidth>(ctx, head, q) || !Ctx::Ring::acquire(ctx)) return false;
         u32 a[2][kWords];
         words_of(q[0], 0, a[0]);
         words_of(q[1], 0, a[1]);
-        float most[2] = {__uint_as_float(kNone), __uint_as_float(kNone)}, sum[2] = {}, o[kTiles][4] = {};
-        const u32 first = unit.begin(), n = unit.count();
+        // A product's left side is four registers in a row. Those of a load would be copied before every product.
+#pragma unroll
+        for (u32 i = 0; i < 2 * kWords; ++i)
+            a[i / kWords][i % kWords] = __shfl_sync(kFullMask, a[i / kWords][i % kWords], ctx.lane);
+        Sums sums;
+        Scores even = {}, odd;
+        u32 start = unit.begin() * kKeyChunk;
+        score(ctx, a, Ctx::Ring::stage(ctx), 0, even);
+        score(ctx, a, Ctx::Ring::stage(ctx), 1, even);
+        if (start + kKeyChunk > ctx.context) hide(ctx, rows, start, even);
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) even.most[h] = quad_max(most_of(even.s, h, sums.most[h]));
 #pragma unroll 1
-        for (u32 c = 0; c < n; c += kStageChunks) {
-            if (!Ctx::Ring::acquire(ctx)) return false;
-            const u32 stage = Ctx::Ring::stage(ctx);
-#pragma unroll 1
-            for (u32 i = 0; i < kStageChunks; ++i)
-                fold(ctx, rows, a, (first + c + i) * kKeyChunk, stage + i * kChunkBytes, most, sum, o);
+        for (u32 left = unit.count(); left > 0; left -= kStageChunks) {
+            const u32 stage = Ctx::Ring::stage(ctx), values = stage + kSideBytes;
+            fold(ctx, rows, a, start, values, even, stage + kChunkBytes, odd, sums);
+            u32 next = stage;
+            if (left > kStageChunks && !Ctx::Ring::acquire_next(ctx, next)) return false;
+            fold(ctx, rows, a, start + kKeyChunk, values + kChunkBytes, odd, next, even, sums);
             float consumed = 0; // every product of values is in it, and theirs are weights of all keys
 #pragma unroll
-            for (u32 d = 0; d < kTiles; ++d) consumed += o[d][0];
+            for (u32 d = 0; d < kTiles; ++d) consumed += sums.o[d][0];
             Ctx::Ring::release(ctx, consumed);
+            start += kStageChunks * kKeyChunk;
         }
-        sum[0] = quad_sum(sum[0]);
-        sum[1] = quad_sum(sum[1]);
-        send_partials<typename Op::Partials>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
+        const float sum[2] = {sums.weights[0], sums.weights[2]};
+        send_partials<typename Op::Partials>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
+                                             sums.most, sum);
         return true;
     }
 
-    // One more chunk, of numbers from `start`, into a head's running sums: its keys are at `keys` in shared memory. A
-    // row that sees none of it keeps its sums to the last bit. `sum` is of this lane's keys only.
+    // Of a head, for rows g and g + 8.
+    struct Sums {
+        float most[2] = {__uint_as_float(kNone), __uint_as_float(kNone)}; // largest score
+        float o[kTiles][4] = {};                                          // weighted values
+        float weights[4] = {};                                            // their weights: a tile of equal columns
+    };
+
+    // Of rows g (0, 1) and g + 8 (2, 3) with keys 16 t + 2 n and the next of a chunk.
+    struct Scores {
+        float s[kTiles][4];
+        float most[2]; // the largest so far, these included
+    };
+
     template <class Ctx>
-    MEGAGEN_DEVICE void fold(const Ctx& ctx, const Rows& rows, const u32 (&a)[2][kWords], u32 start, u32 keys,
-                             float (&most)[2], float (&sum)[2], float (&o)[kTiles][4]) {
-        const u32 t = ctx.lane % 4;
-        float s[kTiles][4] = {}; // rows g (0, 1) and g + 8 (2, 3), keys 16 t + 2 n and the next
+    MEGAGEN_DEVICE void score(const Ctx& ctx, const u32 (&a)[2][kWords], u32 keys, u32 half, Scores& to) {
+        uint4 k[kTiles];
+        fragments(ctx, keys, half, k);
+        multiply(to.s, half, left(a), k, 0);
+    }
+
+    // Of a chunk from number `start` what a token does not see.
+    template <class Ctx>
+    MEGAGEN_DEVICE void hide(const Ctx& ctx, const Rows& rows, u32 start, Scores& of) {
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            uint4 k[kTiles];
-            fragments(ctx, keys, half, k);
-            multiply(s, half, left(a), k, 0);
-        }
-        if (start + kKeyChunk > ctx.context) {
-#pragma unroll
-            for (u32 h = 0; h < 2; ++h) mask(seen(ctx, 0, rows.ancestors[h], start + t * 16), h, s);
-        }
-        u32 p[kTiles][2] = {};
-        float keep[2] = {1.0f, 1.0f};
+        for (u32 h = 0; h < 2; ++h) mask(seen(ctx, 0, rows.ancestors[h], start + ctx.lane % 4 * 16), h, of.s);
+    }
+
+    // One more chunk, of numbers from `start`, into a head's running sums: its values are at `values` in shared memory.
+    // And the next chunk's scores, whose keys are at `keys`. A row that sees none of a chunk keeps its sums to the last
+    // bit. Masks branch, and over these nothing is moved: what is between two of them is meant to overlap.
+    template <class Ctx>
+    MEGAGEN_DEVICE void fold(const Ctx& ctx, const Rows& rows, const u32 (&a)[2][kWords], u32 start, u32 values,
+                             const Scores& now, u32 keys, Scores& next, Sums& sums) {
+        const u32 after = start + kKeyChunk, end = ctx.context + ctx.tokens, own = start + ctx.lane % 4 * 16;
+        const bool edge = after + kKeyChunk > ctx.context; // somebody does not see all of the two
+        next = {};
+        score(ctx, a, keys, 0, next);
+        u32 p[kTiles][2];
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            if (h == 1 && ctx.tokens <= 8) break; // nobody's rows
-            const Shift shift = bring(most[h], larger(most[h], quad_max(most_of(s, h, s[0][2 * h]))));
-            keep[h] = shift.keep;
-            sum[h] = fmaf(sum[h], shift.keep, weights_of(s, h, Op::kScale, shift.by, 0, p));
-        }
-        if (__any_sync(kFullMask, keep[0] != 1.0f || keep[1] != 1.0f)) {
+            const Shift shift = bring(sums.most[h], now.most[h]);
 #pragma unroll
-            for (u32 n = 0; n < kTiles; ++n) {
+            for (u32 n = 0; n < kTiles; ++n)
+                p[n][h] = ptx::cvt_bf16x2(power(now.s[n][2 * h], shift.by), power(now.s[n][2 * h + 1], shift.by));
 #pragma unroll
-                for (u32 e = 0; e < 4; ++e) o[n][e] *= keep[e / 2];
+            for (u32 e = 2 * h; e < 2 * h + 2; ++e) {
+                sums.weights[e] *= shift.keep;
+#pragma unroll
+                for (u32 n = 0; n < kTiles; ++n) sums.o[n][e] *= shift.keep;
             }
         }
+        score(ctx, a, keys, 1, next);
+        const auto weights = left(p);
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            uint4 v[kTiles];
-            fragments(ctx, keys + kSideBytes, half, v);
-            const u32 end = ctx.context + ctx.tokens;
-            if (start + kKeyChunk > end) drop_unseen(0, end, start + t * 16, v);
-            multiply(o, half, left(p), v, 0);
-        }
+        for (u32 j = 0; j < kSteps; ++j)
+            ptx::mma_m16n8k16_bf16(sums.weights, weights(j, 0), weights(j, 1), weights(j, 2), weights(j, 3), kOnes,
+                                   kOnes);
+        if (edge) hide(ctx, rows, after, next);
+
+        uint4 v[kTiles];
+        fragments(ctx, values, 0, v);
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) next.most[h] = most_of(next.s, h, sums.most[h]);
+        if (edge) drop_unseen(0, end, own, v);
+        multiply(sums.o, 0, weights, v, 0);
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) next.most[h] = quad_max(next.most[h]);
+        fragments(ctx, values, 1, v);
+        if (edge) drop_unseen(0, end, own, v);
+        multiply(sums.o, 1, weights, v, 0);
     }
 
     // Four tiles of a chunk: 32 bytes of a row to a lane. Rows are 128 bytes apart, so neighbours in g would meet in
     // the same banks: the odd ones read their second half first. Then each eight lanes that read at once touch all
-    // banks.
+    // banks. A chunk is at a multiple of 32 bytes.
     template <class Ctx>
     MEGAGEN_DEVICE void fragments(const Ctx& ctx, u32 chunk, u32 half, uint4 (&v)[kTiles]) {
         const u32 g = ctx.lane / 4, t = ctx.lane % 4;
         const bool odd = g % 2 != 0;
-        const u32 row = chunk + (g / 2 * 16 + g % 2 + half * kTiles) * (kHeadDim * 2);
-        const u32 one = row + (2 * t + g % 2) * 16, other = row + (2 * t + 1 - g % 2) * 16;
+        const u32 one = chunk + (g / 2 * 16 + g % 2) * (kHeadDim * 2) + t * 32 + g % 2 * 16, other = one ^ 16;
 #pragma unroll
         for (u32 i = 0; i < kTiles / 2; ++i) {
-            const u32 tile = i * 2 * (kHeadDim * 2);
+            const u32 tile = (half * kTiles + 2 * i) * (kHeadDim * 2);
             const uint4 x = ptx::ld_shared_v4(one + tile), y = ptx::ld_shared_v4(other + tile);
             v[2 * i] = odd ? y : x;
             v[2 * i + 1] = odd ? x : y;
@@ -290,7 +339,7 @@ struct GlobalAttention : AttentionTile {
                 sum *= shift.keep;
 #pragma unroll
                 for (u32 j = 0; j < kStats; ++j) {
-                    weight[j] = wanted(j) ? __expf(fmaf(__uint_as_float(v[j].x), Op::kScale, shift.by)) : 0.0f;
+                    weight[j] = wanted(j) ? power(__uint_as_float(v[j].x), shift.by) : 0.0f;
                     sum = fmaf(weight[j], __uint_as_float(v[j].y), sum);
                 }
 #pragma unroll
@@ -315,11 +364,13 @@ struct GlobalAttention : AttentionTile {
         float by;
     };
     MEGAGEN_DEVICE Shift bring(float& most, float now) {
-        const Shift shift = {now == most ? 1.0f : __expf((most - now) * Op::kScale),
-                             now == __uint_as_float(kNone) ? 0.0f : -(now * Op::kScale)};
+        const Shift shift = {now == most ? 1.0f : ptx::exp2((most - now) * kBinary),
+                             now == __uint_as_float(kNone) ? 0.0f : -(now * kBinary)};
         most = now;
         return shift;
     }
+    // The weight of a score.
+    MEGAGEN_DEVICE float power(float score, float by) { return ptx::exp2(fmaf(score, kBinary, by)); }
 };
 
 } // namespace megagen::ops

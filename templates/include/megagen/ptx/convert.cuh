@@ -1,9 +1,16 @@
-// bf16 pairs, byte permutation, and what keeps the compiler from being clever with them.
+// Powers of two, bf16 pairs, byte permutation, and what keeps the compiler from being clever with them.
 #pragma once
 
 #include <megagen/types.cuh>
 
 namespace megagen::ptx {
+
+// 2^x, nearly; zero where that is a subnormal number.
+MEGAGEN_DEVICE float exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // Rounds to nearest even; NaN becomes 0x7fff.
 MEGAGEN_DEVICE u32 cvt_bf16x2(float low, float high) {

@@ -71,6 +71,16 @@ struct Ring {
         return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);
     }
 
+    // The stage after the one that has been acquired, which is handed back later.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool acquire_next(Ctx& ctx, u32& stage) {
+        static_assert(R::kStages > 1, "two stages are held at once");
+        auto next = ctx.ring;
+        next.advance();
+        stage = ctx.shared + R::kOffset + next.slot * R::kStageBytes;
+        return Full::wait(ctx, next.slot, next.phase);
+    }
+
     // `consumed` must be computed from everything that was read from the stage: a load that is still on its way
     // when the slot is handed back can return the next stage's bytes.
     template <class Ctx>

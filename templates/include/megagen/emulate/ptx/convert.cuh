@@ -6,6 +6,12 @@
 
 namespace megagen::ptx {
 
+// As exact as fp32 allows.
+MEGAGEN_DEVICE float exp2(float x) {
+    const double y = std::exp2(double(x));
+    return y < 0x1p-126 ? 0.0f : settled(float(y));
+}
+
 // To nearest, ties to even; NaN becomes 0x7fff. `x` may have more bits than fp32: it is rounded once.
 inline u32 to_bf16(double x) {
     if (x != x) return 0x7fff;

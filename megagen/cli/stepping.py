@@ -99,9 +99,10 @@ def time_steps(
 
 def notes(facts: dict[str, object], replays: int, bounded: bool) -> str:
     """What a recorded figure is of."""
+    gpus = "1 GPU" if facts["live"] == 1 else f"{facts['live']} GPUs"
     return "; ".join(
         (
-            f"Muse Spark Open, random weights; tp {facts['tp']} on {facts['live']} GPUs, stand-ins for the other ranks",
+            f"Muse Spark Open, random weights; tp {facts['tp']} on {gpus}, stand-ins for the other ranks",
             f"{facts['tokens']} tokens on {facts['experts']} experts a layer after {facts['context']}, "
             "new routing each replay",
             f"{facts['kernels']} kernels in a CUDA graph, {replays} replays",

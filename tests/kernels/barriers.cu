@@ -199,9 +199,11 @@ extern "C" __global__ void ring(const __grid_constant__ Params<2> p) {
 #pragma unroll 1
         for (u32 tile = 0; ok && tile < kTiles; ++tile) {
             const u32* source = p.in[0] + tile * kWords;
-            if (tile % 3 == 0) ok = Ring::load<2, Hint::kEvictNormal>(ctx, source, kWords * 4, 0);
-            if (tile % 3 == 1) ok = Ring::load<3, Hint::kEvictFirst>(ctx, source, kWords * 4, first);
-            if (tile % 3 == 2) ok = Ring::load<1, Hint::kEvictLast>(ctx, source, kWords * 4, last);
+            const Piece whole[1] = {{source, kWords * 4}};
+            const Piece parts[2] = {{source, 128}, {source + 32, kWords * 4 - 128}};
+            if (tile % 3 == 0) ok = Ring::load<2, Hint::kEvictNormal>(ctx, parts, 0);
+            if (tile % 3 == 1) ok = Ring::load<3, Hint::kEvictFirst>(ctx, whole, first);
+            if (tile % 3 == 2) ok = Ring::load<1, Hint::kEvictLast>(ctx, parts, last);
         }
         if (ok && Done::wait(ctx)) Ring::drain(ctx); // all has landed: no endless wait
     } else {

@@ -474,6 +474,8 @@ def _lanes() -> Data:
         of((LANE + 1) % 32),
         np.roll(x, -1, axis=1) + np.uint32(1),
         ~_is_nan(x),
+        all_lanes(x.min(axis=2)),
+        np.array([32 - int(v).bit_length() for v in x.reshape(-1)]).reshape(x.shape),
     ]
     expected = np.stack([np.asarray(r).astype(np.uint32) for r in results], axis=-1)
     return Data((np.stack([x, source], axis=-1).reshape(-1),), expected)

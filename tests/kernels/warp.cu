@@ -17,7 +17,7 @@ struct Params {
 
 // in: two words a thread and round, a value and which lane to ask (beyond 31: modulo 32).
 extern "C" __global__ void lanes(const __grid_constant__ Params<1> p) {
-    constexpr u32 kThreads = 128, kRounds = 32, kResults = 15;
+    constexpr u32 kThreads = 128, kRounds = 32, kResults = 17;
     const u32 tid = threadIdx.x, lane = tid % 32, base = ptx::dynamic_shared();
 #pragma unroll 1
     for (u32 round = 0; round < kRounds; ++round) {
@@ -46,6 +46,8 @@ extern "C" __global__ void lanes(const __grid_constant__ Params<1> p) {
         r[13] = ptx::ld_shared_u32(base + 4 * ((tid + 32) % kThreads));
         __syncthreads();
         r[14] = __uint_as_float(x) == f ? 1 : 0; // not if a NaN
+        r[15] = __reduce_min_sync(kFullMask, x);
+        r[16] = __clz(static_cast<int>(x));
         for (u32 i = 0; i < kResults; ++i) ptx::st_global_u32(p.out + kResults * at + i, r[i]);
     }
 }

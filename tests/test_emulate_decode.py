@@ -40,7 +40,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_a_decode_is_transformers(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt in two chunks and tokens one by one, past the window; no race; the ranks agree on every token."""
-    from whole_decode import greedy, judge, prompt
+    from whole_decode import asked, greedy, judge, prompt
     from whole_models import Reference
 
     # The libraries come from the cache that all tests share, packed weights are this test's own.
@@ -51,7 +51,7 @@ def test_a_decode_is_transformers(checkpoint: Path, tmp_path: Path, monkeypatch:
         run = greedy(found, prompt(PROMPT, CONFIG.vocab), EMIT)
         assert not [x for plans in found.ranks for rank in plans.values() for x in rank.leftovers()]
         assert found.statistics()["kernels"] == LAYERS + 2
-    exact, rounded = (Reference.load(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16))
-    verdict: Any = judge([run], exact, rounded)
+    said = [asked(Reference.load(checkpoint, dtype), [run]) for dtype in (torch.float32, torch.bfloat16)]
+    verdict: Any = judge([run], *said)
     assert verdict.far == 0, verdict
     assert verdict.ours <= 1.5 * verdict.theirs and verdict.ours_most <= 2 * verdict.theirs_most, verdict

@@ -62,12 +62,16 @@ class Judgement:
         )
 
 
-def judge(runs: Sequence[Run], exact: Reference, rounded: Reference) -> Judgement:
+def asked(model: Reference, runs: Sequence[Run]) -> list[torch.Tensor]:
+    """What ``model`` says where each run's tokens were emitted: fp32 [emitted, vocab]."""
+    return [model.logits(run.ids)[run.prompt - 1 : len(run.ids) - 1].cpu() for run in runs]
+
+
+def judge(runs: Sequence[Run], exact: Sequence[torch.Tensor], rounded: Sequence[torch.Tensor]) -> Judgement:
+    """``exact`` and ``rounded``: what the reference in fp32 and in bf16 says, see :func:`asked`."""
     other = far = tokens = 0
     ours, theirs, ours_most, theirs_most = 0.0, 0.0, 0.0, 0.0
-    for run in runs:
-        rows = slice(run.prompt - 1, len(run.ids) - 1)
-        want, twin = (model.logits(run.ids)[rows].cpu() for model in (exact, rounded))
+    for run, want, twin in zip(runs, exact, rounded, strict=True):
         emitted = torch.tensor(run.emitted)
         assert emitted.equal(run.logits.argmax(1)), "what is emitted is the argmax of the logits"
         gap = want.max(1).values - want.gather(1, emitted[:, None])[:, 0]

@@ -48,9 +48,9 @@ def references(checkpoint: Path) -> tuple[Any, Any]:
 
 
 def promised(runs: list[Any], references: tuple[Any, Any]) -> None:
-    from whole_decode import judge
+    from whole_decode import asked, judge
 
-    found = judge(runs, *references)
+    found = judge(runs, *(asked(model, runs) for model in references))
     sys.stderr.write(f"\n{found}\n")
     assert found.far < found.tokens / 1000, found
     assert found.ours <= 1.5 * found.theirs and found.ours_most <= 2 * found.theirs_most, found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,27 @@ import pytest
 pytest_plugins = ("megagen.testing",)
 
 ROOT = Path(__file__).resolve().parent.parent
+GROWTH = 1 << 30  # bytes of memory after which what is left of tests is looked for
+_memory = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep the suite's compiled kernels in the checkout, out of the user's cache; workers inherit this."""
     os.environ.setdefault("MEGAGEN_CACHE_DIR", str(ROOT / ".cache" / "megagen"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Worlds and their ranks refer to each other, and so few objects do not wake the collector, however large."""
+    used = _resident()
+    if used > item.config.stash.get(_memory, 0) + GROWTH:
+        gc.collect()
+        item.config.stash[_memory] = _resident()
+
+
+def _resident() -> int:
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
 @pytest.hookimpl(tryfirst=True)

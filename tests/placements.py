@@ -2,7 +2,7 @@
 
 Each warp runs what it has in graph order, and in an op in the order of its roles; what a role waits for comes earlier
 in that order, so the earliest that has not ended can always go on, whoever runs it. That is why placements may be as
-odd as they like. The exceptions are rules R1 to R8, each beside the code that obeys it; ``check`` has no part in it.
+odd as they like. The exceptions are rules R1 to R9, each beside the code that obeys it; ``check`` has no part in it.
 ``fault`` is the one directive left out: it breaks a kernel on purpose.
 
     python tests/placements.py --jobs 16 [--seed S] [--count 300] [--only N ...] [--launches 4]
@@ -41,6 +41,7 @@ from megagen.ir.graph import Graph, RoleSpec, Scope, Tensor, TensorKind
 from megagen.ir.plan import Plan
 from megagen.lower import lower
 from megagen.models import muse_spark
+from megagen.ops.global_attention import GlobalAttention
 
 if TYPE_CHECKING:
     from megagen.bench.emulation import Emulation, Weights
@@ -111,6 +112,7 @@ class _Facts:
         self.streams = dict(sorted(stages, key=lambda s: s[1]))  # the larger one counts
         self.streams = {op: self.streams[op] for op in self.ops if op in self.streams}
         self.gemms = [op.name for op in full.ops if op.stage() is not None and "weight" in op.weights]
+        self.ahead = any(isinstance(op, GlobalAttention) for op in full.ops)
         self.own = sum(-(-size // ALIGNED) * ALIGNED for op in full.ops for size in op.shared().values())
         local = {t.name for t in full.tensors.values() if t.scope is Scope.BLOCK}
         makers = [i for i, op in enumerate(full.ops) if local & {*op.outputs.values()}]
@@ -284,7 +286,8 @@ class _Draft:
 
     def memory(self) -> None:
         sizes = self.known.streams.values()
-        self.stages = stages = self.number(1, (self.free - ACCUMULATOR) // max(sizes))
+        fewest = 2 if self.known.ahead else 1  # R9: whose reader holds two stages at once
+        self.stages = stages = self.number(fewest, (self.free - ACCUMULATOR) // max(sizes))
         most = (self.free - ACCUMULATOR) // stages // ALIGNED
         size = ALIGNED * self.number(max(sizes) // ALIGNED, most) if self.maybe() else max(sizes)
         # R5: at least a stage may be in flight. As many as the ring holds are no cap, but may lift one.

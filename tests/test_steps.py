@@ -463,7 +463,7 @@ def test_rows_are_the_stream_of_otherwise_random_inputs(world: Any) -> None:
 
 
 def test_a_stack_is_its_layers_one_by_one(emulated_kernels: Any) -> None:
-    """Three launches on two layers' weights, queued at once: the bits of three that wait for each other."""
+    """Two launches, queued at once, and again: the bits of two that wait for each other."""
     from megagen.bench.emulation import Weights
     from megagen.cli.pipeline import Request
     from megagen.runtime.stack import Stack, handed_on
@@ -474,9 +474,9 @@ def test_a_stack_is_its_layers_one_by_one(emulated_kernels: Any) -> None:
     sets = [Weights.random(graph, ranks, seed).packed for seed in range(2)]
     inputs = Inputs.random(graph, ranks, 5, 0, CPU, step)
     now, few = inputs.ranks, routes(8, 5, pool=16)  # more experts would only take longer
-    for index in range(3):
+    for index in range(2):
         with emulation.world() as world:
-            verifier = Verifier(world, graph, sets[index % 2], {})
+            verifier = Verifier(world, graph, sets[index], {})
             verifier.launch(Inputs(step, now[0]["stream"], now, inputs.env), few)
             made = [verifier.values(5, rank) for rank in world.ranks]
         now = tuple(
@@ -488,7 +488,7 @@ def test_a_stack_is_its_layers_one_by_one(emulated_kernels: Any) -> None:
                 rows, values[name] = values[name], first[name].clone()  # type: ignore[index]
                 put(values[name], step.numbers, rows.view(5, -1, DIM))
     with emulation.world(seed=1, race=True, layers=8) as world:
-        stack = Stack(world, sets, inputs.ranks, layers=3)
+        stack = Stack(world, sets, inputs.ranks, layers=2)
         for rank in world.ranks:
             rank.set_step(step)
             rank.set_route_override(few)

@@ -98,17 +98,13 @@ struct ExpertGemm {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, u32 used, u32 n) {
         const u32 slice = ctx.warp - kFirstWarp;
-        const u32 column = ctx.lane / 4;
-        const bool valid = column < table.count(used);
-        u32 row = 0;
-        if (valid) {
-            const u32 entry = table.entry(used, column);
-            row = (Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK;
-        }
+        const u32 column = ctx.lane / 4; // one without a token multiplies the first one's: nobody takes what it makes
+        const u32 entry = table.entry(used, column < table.count(used) ? column : 0);
+        const u32 row[1] = {(Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK +
+                            slice * kGroups * kGroup};
         u32 b[kStagesPerTile][kGroups][1][kGroupWords];
-        if (!load_operand<typename Op::In, kStagesPerTile * kGroups>(ctx, b[0][0][0], valid, row, [&](u32 i) {
-                return i / kGroups * Op::kStageK + (slice * kGroups + i % kGroups) * kGroup;
-            }))
+        if (!load_operand<typename Op::In, kStagesPerTile * kGroups, 1>(
+                ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }))
             return false;
 #pragma unroll 1
         for (u32 i = 0; i < n; ++i) {

@@ -83,18 +83,18 @@ struct TopK {
         }
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
-            constexpr u32 kBatch = Op::kChunks % 4 ? Op::kChunks : 4;
+            constexpr u32 kBatch = Op::kChunks % 8 == 0 ? 8 : Op::kChunks % 4 == 0 ? 4 : Op::kChunks;
             float p[kPer] = {};
 #pragma unroll 1
             for (u32 c = 0; c < Op::kChunks; c += kBatch) {
                 uint4 v[2 * kBatch];
+                const u32 row_block = valid ? ctx.lane / 2 : 0, half = ctx.lane % 2 * 8;
+                const u32 first =
+                    ((c * (Op::kExperts / kRowBlock) + row_block) * Ctx::Kernel::kTokens + token) * kRowBlock + half;
                 const auto index = [&](u32 i) {
-                    const u32 row_block = ctx.lane / 2, half = ctx.lane % 2 * 8;
-                    return (((c + i / 2) * (Op::kExperts / kRowBlock) + row_block) * Ctx::Kernel::kTokens + token) *
-                               kRowBlock +
-                           half + i % 2 * 4;
+                    return static_cast<u64>(first) + (i / 2 * (Op::kExperts * Ctx::Kernel::kTokens) + i % 2 * 4);
                 };
-                if (!Op::Logits::read(ctx, v, valid, index)) return;
+                if (!Op::Logits::read(ctx, v, true, index)) return;
                 Op::Logits::template release<2 * kBatch>(ctx, valid, index);
 #pragma unroll
                 for (u32 i = 0; i < kBatch; ++i) add_row(p, v[2 * i], v[2 * i + 1]);

@@ -120,8 +120,11 @@ def bench(
         told = devices.notes(some, experts, layers, rounds, bounded=bounded, step=step)
         measure.append(target, rows(found, some, experts, command, told))
     title = f"{nominal(some.plan, experts)}{pipeline.placed(step)}, {counted(layers, 'layer')}, {rounds} rounds"
-    note = "All variants that were timed left the same bits." + (f"\nAppended to {target}." if target else "")
-    return sheets(found, title, note)
+    note = "All that were timed left the same bits. Stand-ins take the place of the other ranks."
+    if target is not None:
+        note += f"\nAppended to {target}."
+    at = {v.base: builds[v.name].plan.choices for v in wanted if v.is_base}
+    return sheets(found, at, title, note)
 
 
 def time(
@@ -222,8 +225,8 @@ def rows(found: Sequence[Result], built: Built, experts: int, command: str, told
     return made
 
 
-def sheets(found: Sequence[Result], title: str, note: str) -> list[Sheet]:
-    """A table a base."""
+def sheets(found: Sequence[Result], at: Mapping[str, Mapping[str, str]], title: str, note: str) -> list[Sheet]:
+    """A table a base. ``at``: the choices of each base."""
     bases = list(dict.fromkeys(r.variant.base for r in found))
     return [
         Sheet(
@@ -232,26 +235,29 @@ def sheets(found: Sequence[Result], title: str, note: str) -> list[Sheet]:
             (
                 Column("choice", lambda r: r["choice"] or f"({r['base']})"),
                 Column("value", "value"),
+                Column("not", "base_value"),
                 Column("µs a layer", lambda r: _number(r["us"]), right=True),
                 Column("effect", lambda r: _signed(r["effect_us"]), right=True),
                 Column("p10", lambda r: _signed(r["p10_us"]), right=True),
                 Column("p90", lambda r: _signed(r["p90_us"]), right=True),
                 Column("", _remark),
             ),
-            [record(r) for r in found if r.variant.base == base],
+            [record(r, at[base]) for r in found if r.variant.base == base],
             note=note if base == bases[-1] else "",
         )
         for base in bases
     ]
 
 
-def record(r: Result) -> dict[str, Any]:
-    """A row of the table. Of the effect: its median, and how it varies from round to round."""
+def record(r: Result, at: Mapping[str, str]) -> dict[str, Any]:
+    """A row of the table. Of the effect: its median, and how it varies from round to round. ``at``: the base's
+    choices."""
     timing, effect = r.timing, r.effect
     return {
         "base": r.variant.base,
         "choice": r.variant.choice or None,
         "value": r.variant.value or None,
+        "base_value": at.get(r.variant.choice),
         "us": None if timing is None else round(timing.median, 2),
         "effect_us": None if effect is None else round(effect.median, 2),
         "p10_us": None if effect is None else round(effect.p10, 2),

@@ -37,11 +37,11 @@ def stream_us(plan: Plan, nbytes: int) -> float:
     return round(nbytes / plan.machine.hbm_bytes_per_s * 1e6, 3)
 
 
-def nominal(plan: Plan, experts: int | None = None) -> str:
+def nominal(plan: Plan, experts: int | None = None, tokens: int | None = None) -> str:
     """The tokens, and if there are any the experts (default: the plan's nominal ones), that bytes are stated for."""
     experts = experts or plan.nominal_experts
-    tokens = counted(plan.nominal_tokens, "token")
-    return f"{tokens} on {counted(experts, 'expert')}" if plan.nominal_experts else tokens
+    text = counted(tokens or plan.nominal_tokens, "token")
+    return f"{text} on {counted(experts, 'expert')}" if plan.nominal_experts else text
 
 
 def words(step: StepPlan) -> str:

@@ -93,14 +93,14 @@ MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float 
 #pragma unroll
     for (u32 i = 0; i < kN; ++i) {
         x[i] = warp_sum(x[i]);
-        if (ctx.lane == 0) ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);
+        if (ctx.lane == 0 && !ctx.dry) ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);
     }
     Barrier<Group>::arrive(ctx, 0);
     if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
 #pragma unroll
     for (u32 i = 0; i < kN; ++i) {
-        const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4),
-                     high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16);
+        const float4 low = ctx.dry ? float4{} : ptx::ld_shared_f4(base + i * kSlices * 4),
+                     high = ctx.dry ? float4{} : ptx::ld_shared_f4(base + i * kSlices * 4 + 16);
         x[i] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
     }
     return true;

@@ -106,6 +106,13 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
         s.sync(g.residual >> g.next_qkvg, local)
         s.sync(g.next_qkvg >> g.next_heads, handed)
 
+    if s.choice("dry_run", "off", "on") == "on":
+        # What runs once a launch, for a token or two a block, finds its instructions and constants at hand.
+        s.dry_run(g.attention.merge, g.post_attention, g.top_k, g.pre_expert_norm, g.combine, g.residual)
+        s.dry_run(*(op.finish for op in finished), *(op.reduce for op in (g.o_proj, g.gate_up, g.down)))
+        if projection:
+            s.dry_run(g.next_qkvg.reduce, g.next_heads)
+
     s.launch(
         cluster=s.choice("cluster", 1, 2),
         pdl=True,

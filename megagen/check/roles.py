@@ -137,6 +137,11 @@ def _frame(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], program: Progr
     who, calls = group(warps(program)), [s.call for s in program.steps]
     if calls.count("attach") != 1:
         refuse(RULE, f"{who} must attach exactly once, not {calls.count('attach')} times", plan.launch.source)
+    for step in program.steps:
+        spec = specs.get((step.op or "", step.call))
+        if step.rehearsal is not None and (spec is None or not spec.rehearsable):
+            name = f"{step.op}.{step.call}" if step.op else step.call
+            refuse(RULE, f"{who} rehearses {name}, which would have an effect", step.rehearsal, step.source)
     for step in program.steps[: calls.index("attach")]:
         if step.call == "trigger":
             refuse(RULE, f"{who} lets dependents start before waiting for the previous launch", step.source)

@@ -173,6 +173,7 @@ class Schedule:
     offered: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     accum_slots: int = 2
     stamped: tuple[int, Loc | None] | None = None
+    rehearsed: dict[tuple[str, str], Loc | None] = field(default_factory=dict)
     said: dict[str, Loc | None] = field(default_factory=dict)  # where, of what may be said only once
 
     def __init__(
@@ -193,7 +194,7 @@ class Schedule:
         self.rings, self.roles, self.prefetches, self.caps = [], {}, [], []
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
-        self.said, self.stamped = {}, None
+        self.said, self.stamped, self.rehearsed = {}, None, {}
 
     if not TYPE_CHECKING:  # a type checker knows the attributes
 
@@ -354,6 +355,35 @@ class Schedule:
         if not isinstance(edge, EdgeHandle) or not isinstance(how, Sync):
             raise ScheduleError("sync takes an edge and a primitive", loc=loc, hint="s.sync(g.a >> g.b, lamport())")
         self.syncs.append((edge, how, loc))
+
+    def dry_run(self, *roles: OpHandle | RoleHandle) -> None:
+        """Let warps go through these roles, or all that can of an op, once without effect before they do it for good:
+        what is run once a launch then finds its instructions and constants at hand when its input comes."""
+        loc = here()
+        if not roles:
+            raise ScheduleError("dry_run of nothing", loc=loc, hint="s.dry_run(g.<op>, g.<op>.<role>, ...)")
+        for handle in roles:
+            for name in self._rehearsed(handle, loc):
+                if name in self.rehearsed:
+                    raise ScheduleError(
+                        f"{'.'.join(name)} is rehearsed twice", loc=loc,
+                        notes=(("the first time", self.rehearsed[name]),),
+                    )  # fmt: skip
+                self.rehearsed[name] = loc
+
+    def _rehearsed(self, handle: Any, loc: Loc | None) -> list[tuple[str, str]]:
+        if not isinstance(handle, OpHandle | RoleHandle):
+            raise ScheduleError(f"{handle!r} is neither an op nor a role", loc=loc, hint="name one as g.<op>.<role>")
+        op = self.graph.op(self._point(handle, loc))
+        able = [(op.name, r.name) for r in op.roles() if r.rehearsable]
+        if isinstance(handle, OpHandle):
+            return able
+        if (handle.op, handle.role) not in able:
+            roles = ", ".join(f"g.{o}.{r}" for o, r in able)
+            raise ScheduleError(
+                f"{handle!r} cannot be rehearsed: it fills or drains the ring", loc=loc, hint=f"of this op: {roles}"
+            )
+        return [(handle.op, handle.role)]
 
     def reset(self, by: Warps) -> None:
         """The warp that empties idle copies of lamport channels and counters."""

@@ -136,7 +136,10 @@ def _step(plan: Plan, step: StepPlan) -> Iterator[str]:
     if step.op is not None:
         op = plan.op(step.op)
         args = f"<{', '.join(map(str, step.args))}>" if step.args else ""
-        yield f"ops::{op.struct}<policy::{camel(op.name)}>::{step.call}{args}(ctx);{where}"
+        call = f"ops::{op.struct}<policy::{camel(op.name)}>::{step.call}{args}(ctx);"
+        if step.rehearsal is not None:
+            call, where = f"ctx.dry_run([&] {{ {call} }});", where + at(step.rehearsal, ", dry run ")
+        yield call + where
     elif step.call == "reset":
         for name in step.writes:
             yield f"Channel<channel::{camel(name)}>::reset(ctx);{where}"

@@ -165,6 +165,11 @@ class RoleSpec(Frozen):
     regions: tuple[str, ...] = ()
     registers: int = 0
 
+    @property
+    def rehearsable(self) -> bool:
+        """Whether a dry run of it changes nothing: the ring would lose what passes through it."""
+        return not self.stream and not self.ring
+
 
 class Cost(Frozen):
     """What an op must move and compute on one rank, for one launch.

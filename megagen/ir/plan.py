@@ -150,7 +150,8 @@ class StepPlan(Frozen):
     """One call in a warp's program: ``ops::<Struct><Policy>::<call><args>(ctx)``.
 
     ``call`` is the role, ``prefetch_l2`` or a service (``reset``, ``signal_point``, ``wait_point``). ``args`` are
-    integer template arguments in order. ``index`` numbers the steps of the plan for hang records.
+    integer template arguments in order. ``index`` numbers the steps of the plan for hang records. ``rehearsal``: the
+    line that has it run once without effect before it runs.
     """
 
     op: str | None
@@ -161,6 +162,7 @@ class StepPlan(Frozen):
     barriers: tuple[BarrierUse, ...] = ()
     index: int
     source: Source = Source()
+    rehearsal: Source | None = None
 
 
 class ProgramPlan(Frozen):

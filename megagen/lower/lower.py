@@ -443,14 +443,16 @@ class _Lowering:
         reads = tuple(ports[p] for p in spec.reads if ports[p] in channels)
         writes = tuple(ports[p] for p in spec.writes if ports[p] in channels)
         where = source(self.s.roles[op.name, role][1])
+        rehearsed = self.s.rehearsed.get((op.name, role))
 
         barriers = {"group": f"group_{op.name}"} if role == "compute" else {}
         uses = role_uses(spec, barriers, [channels[n] for n in reads], [channels[n] for n in writes])
 
         def step(*args: int) -> StepPlan:
             return StepPlan(
-                op=op.name, call=role, args=args, reads=reads, writes=writes, barriers=uses, index=0, source=where
-            )
+                op=op.name, call=role, args=args, reads=reads, writes=writes, barriers=uses, index=0, source=where,
+                rehearsal=None if rehearsed is None else source(rehearsed),
+            )  # fmt: skip
 
         if spec.stream:
             return self._loads(op, step)

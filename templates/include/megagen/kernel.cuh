@@ -34,6 +34,7 @@ struct Context {
     u32 third = 0;
     ptx::Step step = debug::kOpening;
     bool dead = false;
+    bool dry = false; // a role is rehearsed: nothing waits, and nothing that others see changes
     Cursor<K::Ring::kStages> ring;
     Cursor<K::Accum::kSlots> accum;
     u32 ring_loads = 0;
@@ -60,6 +61,27 @@ struct Context {
         stamps.job(*this);
         step = next;
     }
+
+    // A role twice in the same machine code: first without effect, so that its instructions and constants are at hand
+    // when its input comes. Opaque, or there would be code for each.
+    template <class Role>
+    __device__ __forceinline__ void dry_run(Role role) {
+        dry = ptx::opaque(1) != 0;
+#pragma unroll 1
+        for (;;) {
+            role();
+            if (!dry) break;
+            dry = ptx::opaque(0) != 0;
+            stamps.begin();
+        }
+        dry = false;
+    }
+
+    // What a role's loop over `all` goes through, `step` at a time: a rehearsal is one round.
+    __device__ __forceinline__ Range rounds(Range all, u32 step = 1) const {
+        return dry && all.first + step < all.last ? Range{all.first, all.first + step} : all;
+    }
+    __device__ __forceinline__ u32 rounds(u32 n, u32 step = 1) const { return rounds(Range{0, n}, step).last; }
 
     // What this launch works on. Every warp, before it reads anything that an earlier launch wrote.
     __device__ __forceinline__ void attach() {

@@ -60,7 +60,7 @@ struct ClusterMap {
         const u32 place = unit % D::kRowBlocks - share(ctx).first, owner = place % Ctx::Kernel::kCluster;
         const u32 local = ctx.shared + offset<Ctx>(place, unit / D::kRowBlocks, token, e);
         const u32 done = Barrier<typename D::Done>::address(ctx, 0);
-        ptx::st_async(ptx::mapa(local, owner), v, ptx::mapa(done, owner));
+        if (!ctx.dry) ptx::st_async(ptx::mapa(local, owner), v, ptx::mapa(done, owner));
     }
 
     template <class Ctx>
@@ -72,7 +72,7 @@ struct ClusterMap {
 
     template <class Ctx>
     MEGAGEN_DEVICE bool wait(Ctx& ctx) {
-        if (ctx.dead) return false;
+        if (ctx.dead || ctx.dry) return !ctx.dead;
         constexpr u32 kCluster = Ctx::Kernel::kCluster;
         const Range r = share(ctx);
         const u32 n = r.last - r.first, rank = ctx.block % kCluster;
@@ -143,12 +143,14 @@ struct Channel {
             if (rotated >= D::kShard) rotated -= D::kShard;
             const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
             u8* to = copy(ctx, sys.heap[peer]) + element * D::kElementBytes;
+            if (ctx.dry) return;
             if constexpr (kLamport)
                 ptx::st_relaxed_sys(to, v);
             else
                 store_plain(to, v);
         } else {
             u8* to = copy(ctx, ctx.heap()) + (row * D::kRowStride + e) * D::kElementBytes;
+            if (ctx.dry) return;
             if constexpr (kLamport)
                 ptx::st_relaxed_gpu(to, v);
             else
@@ -160,7 +162,7 @@ struct Channel {
     template <class V, class Ctx>
     MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
 #pragma unroll 1
-        for (u32 d = 0; d < destinations(ctx); ++d) send_to(ctx, d, row, e, v);
+        for (u32 d = 0; d < ctx.rounds(destinations(ctx)); ++d) send_to(ctx, d, row, e, v);
     }
 
     // Whole warp, after its share of a tile is sent, or of `tiles`.
@@ -168,10 +170,10 @@ struct Channel {
     MEGAGEN_DEVICE void publish(const Ctx& ctx, u32 tiles = 1) {
         if constexpr (D::kKind == Sync::kCounter) {
             __syncwarp();
-            if (ctx.lane == 0) ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);
+            if (ctx.lane == 0 && !ctx.dry) ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);
         } else if constexpr (D::kKind == Sync::kFlag) {
             __syncwarp();
-            if (ctx.lane == 0) {
+            if (ctx.lane == 0 && !ctx.dry) {
                 ptx::fence_acq_rel_sys();
                 if constexpr (D::kWorld) {
                     const System& sys = ctx.p.sys;
@@ -189,6 +191,7 @@ struct Channel {
     template <class Ctx>
     MEGAGEN_DEVICE bool wait(Ctx& ctx) {
         if constexpr (D::kKind == Sync::kCounter || D::kKind == Sync::kFlag) {
+            if (ctx.dry) return true; // how much is expected may not be known yet
             u32 expected = D::kArrivals;
             if constexpr (D::kArrivalsPer == Per::kToken) expected *= ctx.tokens;
             if constexpr (D::kArrivalsPer == Per::kExpert) expected *= ctx.table_used();
@@ -236,14 +239,14 @@ struct Channel {
             if (ctx.dead) return false;
 #pragma unroll
             for (u32 i = 0; i < kN; ++i)
-                v[i] = wanted(i) ? ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i))) : kNothing;
+                v[i] = wanted(i) && !ctx.dry ? ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i))) : kNothing;
             return true;
         } else {
             u8* base = copy(ctx, ctx.heap());
             if constexpr (!kLamport) {
                 if (ctx.dead) return false;
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) v[i] = wanted(i) ? load(place(base, i, index)) : kNothing;
+                for (u32 i = 0; i < kN; ++i) v[i] = wanted(i) && !ctx.dry ? load(place(base, i, index)) : kNothing;
                 return true;
             }
 #pragma unroll
@@ -270,7 +273,7 @@ struct Channel {
                 lacking = __ballot_sync(kFullMask, missing < kN);
                 return missing == kN;
             });
-            if (ok) {
+            if (ok && !ctx.dry) {
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i) {
                     if (wanted(i)) ptx::expect_none(v[i], D::kEmpty);
@@ -289,7 +292,7 @@ struct Channel {
     template <u32 kN, class Ctx, class Wanted, class Index>
     MEGAGEN_DEVICE void release_where(const Ctx& ctx, Wanted wanted, Index index) {
         if constexpr (kLamport && D::kReaderResets) {
-            if (ctx.dead) return;
+            if (ctx.dead || ctx.dry) return;
             u8* base = copy(ctx, ctx.heap());
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) {
@@ -359,14 +362,16 @@ template <class D>
 struct Output {
     template <class V, class Ctx>
     MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
-        if (!ctx.dead) ptx::st_relaxed_gpu(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
+        if (!ctx.dead && !ctx.dry)
+            ptx::st_relaxed_gpu(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
     }
 
     // One element of two bytes; others may write its neighbours.
     template <class Ctx>
     MEGAGEN_DEVICE void send_half(const Ctx& ctx, u32 row, u32 e, u32 v) {
         static_assert(D::kElementBytes == 2, "an element is two bytes");
-        if (!ctx.dead) ptx::st_global_u16(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
+        if (!ctx.dead && !ctx.dry)
+            ptx::st_global_u16(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
     }
 
     template <class Ctx>

@@ -21,6 +21,7 @@ constexpr u32 kOpening = 0xfffu; // the step of what comes before a program: bar
 // A kernel without stamps: nothing of this is in its code.
 struct NoStamps {
     __device__ __forceinline__ u32 now() const { return 0; }
+    __device__ __forceinline__ void begin() {}
     template <class Ctx>
     __device__ __forceinline__ void waited(const Ctx& ctx, u32 from, u32 edge, u32 slot) {}
     template <class Ctx>
@@ -48,6 +49,9 @@ struct Stamps {
         if (ctx.lane == 0) anchor(ctx, 0);
         began = now();
     }
+
+    // The job at hand begins only now.
+    __device__ __forceinline__ void begin() { began = now(); }
 
     // The job at hand ends, the next one begins.
     template <class Ctx>
@@ -99,6 +103,7 @@ private:
 
     template <class Ctx>
     __device__ __forceinline__ void write(const Ctx& ctx, u32 begin, u32 end, u32 what, u32 place) {
+        if (ctx.dry) return;
         if (next < last) put(ctx, next, uint4{begin, end, what, place});
         ++next;
     }

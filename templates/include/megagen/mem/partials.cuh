@@ -20,7 +20,7 @@ MEGAGEN_DEVICE bool sum_chunks(Ctx& ctx, u32 row, u32 token, bool valid, float (
     static_assert(!Partials::kClustered, "partial sums are read by other blocks");
     constexpr u32 kBatch = chunk_batch<kChunks>();
 #pragma unroll 1
-    for (u32 c = 0; c < kChunks; c += kBatch) {
+    for (u32 c = 0; c < ctx.rounds(kChunks, kBatch); c += kBatch) {
         uint4 v[kBatch];
         const u32 first =
             ((c * kRowBlocks + row / kRowBlock) * Ctx::Kernel::kTokens + token) * kRowBlock + row % kRowBlock;

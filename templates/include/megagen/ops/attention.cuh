@@ -69,7 +69,7 @@ struct Attention : AttentionTile {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void attend(Ctx& ctx) {
         if (!Op::Q::wait(ctx) || !Op::Keys::wait(ctx) || !Op::Values::wait(ctx)) return;
-        const Range mine = share_of(Op::kChunks * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(Op::kChunks * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
         const Live live(ctx);
         const Rows rows(ctx);
 #pragma unroll 1
@@ -126,7 +126,7 @@ struct Attention : AttentionTile {
         constexpr u32 kStats = (Op::kChunks + 31) / 32, kSums = (Op::kChunks + 1) / 2;
         constexpr u32 kBatches = (kSums + 23) / 24, kBatch = (kSums + kBatches - 1) / kBatches; // as registers allow
         constexpr u64 kSlotStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow;
-        const Range mine = share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
         if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
         const u64 live = Live(ctx).slots();
         const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;

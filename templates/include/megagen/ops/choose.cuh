@@ -54,7 +54,7 @@ struct Choose {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void score(Ctx& ctx) {
         const u32 pairs = (ctx.tokens + 1) / 2;
-        const Range mine = share_of(kGroups * pairs, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(kGroups * pairs, ctx.block, Ctx::Kernel::kBlocks), kWarps);
         if (mine.first == mine.last || !Op::Partials::wait(ctx)) return;
 #pragma unroll 1
         for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
@@ -93,13 +93,13 @@ struct Choose {
     template <class Ctx>
     MEGAGEN_DEVICE void pick(Ctx& ctx) {
         constexpr u32 kEach = (kVectors + 31) / 32, kBatch = kEach < 8 ? kEach : 8;
-        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last || !Op::Bests::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
             Candidate best{0, 0};
 #pragma unroll 1
-            for (u32 at = 0; at < kVectors; at += 32 * kBatch) {
+            for (u32 at = 0; at < ctx.rounds(kVectors, 32 * kBatch); at += 32 * kBatch) {
                 uint4 v[kBatch];
                 const auto vector = [&](u32 i) { return at + i * 32 + ctx.lane; };
                 const auto wanted = [&](u32 i) { return vector(i) < kVectors; };
@@ -123,7 +123,7 @@ struct Choose {
     MEGAGEN_DEVICE void agree(Ctx& ctx) {
         constexpr u32 kAll = Op::kParts * kVote / 4,
                       kEach = (kAll + 31) / 32; // vectors of a token's votes, and a lane's
-        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last || !Op::Votes::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {

@@ -32,7 +32,7 @@ struct Combine {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
         const u32 slice = ctx.warp - kFirstWarp;
-        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last) return;
         float gain[kN][8];
 #pragma unroll

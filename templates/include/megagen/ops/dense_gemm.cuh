@@ -146,7 +146,7 @@ struct DenseGemm {
 
     template <class Ctx>
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
-        const u32 n = Tiles::count(ctx);
+        const u32 n = ctx.rounds(Tiles::count(ctx));
 #pragma unroll 1
         for (u32 i = 0; i < n; ++i) {
             if (!Ctx::Accum::acquire(ctx)) return;
@@ -217,6 +217,7 @@ struct DenseGemm {
             stride = Ctx::Kernel::kCluster;
             mine.first += ctx.block % stride;
         }
+        mine = ctx.rounds(mine, stride);
         constexpr u32 kBatch = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks; // sums on their way at once
         const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
         const bool valid = token < ctx.tokens;
@@ -224,7 +225,7 @@ struct DenseGemm {
         for (u32 rb = mine.first; rb < mine.last; rb += stride) {
             float y[8] = {};
 #pragma unroll 1
-            for (u32 c = 0; c < kChunks; c += kBatch) {
+            for (u32 c = 0; c < ctx.rounds(kChunks, kBatch); c += kBatch) {
                 uint4 v[2 * kBatch];
                 const u32 first = ((c * kRowBlocks + rb) * Ctx::Kernel::kTokens + token) * kRowBlock + half;
                 const auto index = [&](u32 i) {

@@ -29,7 +29,7 @@ struct Embed {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
         const u32 slice = ctx.warp - kFirstWarp;
-        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         const u32 first = Slice::element(slice, ctx.lane, 0);
         if (!Op::Ids::wait(ctx)) return;
 #pragma unroll 1

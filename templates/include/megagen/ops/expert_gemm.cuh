@@ -148,14 +148,15 @@ struct ExpertGemm {
     MEGAGEN_DEVICE void look_up(const Ctx& ctx, const ExpertTable& table, u32 used, Entry& entry) {
         const u32 token = ctx.lane / 4;
         entry.used = used;
-        entry.valid = token < table.count(used);
-        if (entry.valid) {
+        entry.valid = ctx.dry || token < table.count(used);
+        if (entry.valid && !ctx.dry) {
             const u32 place = table.entry(used, token);
             entry.row = (place >> 8) * Op::kTopK + (place & 255);
         }
         if constexpr (kFormat == WeightFormat::kNvfp4) {
             constexpr u32 kHalves = Op::kSwiglu ? 2 : 1;
-            const u8* scale = Op::scale(ctx.p) + table.expert(used) * kHalves * 4;
+            const u32 expert = ctx.dry ? 0 : table.expert(used);
+            const u8* scale = Op::scale(ctx.p) + expert * kHalves * 4;
             entry.gate = ptx::ld_constant_f32(scale);
             entry.up = ptx::ld_constant_f32(scale + (kHalves - 1) * 4);
         }
@@ -165,7 +166,7 @@ struct ExpertGemm {
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
         if (!Op::Table::wait(ctx)) return;
         const ExpertTable table = Op::Table::get(ctx);
-        const Range run = Tiles::run(ctx);
+        const Range run = ctx.dry ? Range{0, 1} : Tiles::run(ctx); // the table may not be there yet
         Entry entry;
 #pragma unroll 1
         for (u32 tile = run.first; tile < run.last; ++tile) {
@@ -209,7 +210,7 @@ struct ExpertGemm {
             for (u32 i = 0; i < kTokenBytes / 16; ++i)
                 v[i] = ptx::ld_shared_v4(scratch + ctx.lane / 4 * kTokenBytes + 16 * i);
 #pragma unroll 1
-            for (u32 d = ctx.lane % 4; d < Op::Out::destinations(ctx); d += 4) {
+            for (u32 d = ctx.lane % 4; d < ctx.rounds(Op::Out::destinations(ctx), 4); d += 4) {
 #pragma unroll
                 for (u32 i = 0; i < kTokenBytes / 16; ++i) Op::Out::send_to(ctx, d, entry.row, column + 8 * i, v[i]);
             }

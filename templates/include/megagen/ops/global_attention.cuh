@@ -305,7 +305,7 @@ struct GlobalAttention : AttentionTile {
     MEGAGEN_DEVICE void merge(Ctx& ctx) {
         constexpr u32 kBatch = 16, kStats = (2 * kBatch + 31) / 32;                                // as registers allow
         constexpr u64 kStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow; // from span to span
-        const Range mine = share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
         if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
         const u32 live = Spans::of((ctx.context + ctx.tokens - 1) / kKeyChunk) + 1;
         const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
@@ -318,7 +318,7 @@ struct GlobalAttention : AttentionTile {
             const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
             float most = __uint_as_float(kNone), sum = 0, x[4] = {};
 #pragma unroll 1
-            for (u32 first = 0; first < live; first += 2 * kBatch) {
+            for (u32 first = 0; first < ctx.rounds(live, 2 * kBatch); first += 2 * kBatch) {
                 const auto span = [&](u32 j) {
                     return first + (j < kStats ? 32 * j + ctx.lane : 2 * (j - kStats) + half);
                 };

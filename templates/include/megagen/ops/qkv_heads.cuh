@@ -42,7 +42,7 @@ struct QkvHeads {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void write(Ctx& ctx) {
         const u32 pairs = (ctx.tokens + 1) / 2;
-        const Range mine = share_of(kAll * pairs, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(kAll * pairs, ctx.block, Ctx::Kernel::kBlocks), kWarps);
         if (mine.first == mine.last || !Op::Partials::wait(ctx)) return;
         const u32 dim = ctx.lane % 16 * 4;
 #pragma unroll 1

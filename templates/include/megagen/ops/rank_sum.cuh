@@ -21,7 +21,7 @@ struct RankSum {
     template <class Ctx>
     MEGAGEN_DEVICE void sum(Ctx& ctx) {
         if (!Op::In::wait(ctx)) return;
-        const Range mine = share_of(ctx.tokens * kGroups, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens * kGroups, ctx.block, Ctx::Kernel::kBlocks));
 #pragma unroll 1
         for (u32 i = mine.first; i < mine.last; ++i) {
             const u32 token = i / kGroups, element = i % kGroups * 256 + ctx.lane * 8;

@@ -32,7 +32,7 @@ struct Residual {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
         const u32 slice = ctx.warp - kFirstWarp;
-        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last) return;
         // Constant distances from one address: many addresses would stay in registers.
         const u32 first = Slice::element(slice, ctx.lane, 0);

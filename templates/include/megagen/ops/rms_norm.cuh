@@ -29,7 +29,7 @@ struct RmsNorm {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
         const u32 slice = ctx.warp - kFirstWarp;
-        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last) return;
         float gain[kN][kPer];
 #pragma unroll

@@ -71,7 +71,7 @@ struct TopK {
     template <class Ctx>
     MEGAGEN_DEVICE void select(Ctx& ctx) {
         if (!Op::Logits::wait(ctx)) return;
-        const Range mine = share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks);
+        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         const bool valid = ctx.lane * kPer < Op::kExperts;
         float bias[kPer] = {};
         if (valid) {
@@ -86,7 +86,7 @@ struct TopK {
             constexpr u32 kBatch = Op::kChunks % 8 == 0 ? 8 : Op::kChunks % 4 == 0 ? 4 : Op::kChunks;
             float p[kPer] = {};
 #pragma unroll 1
-            for (u32 c = 0; c < Op::kChunks; c += kBatch) {
+            for (u32 c = 0; c < ctx.rounds(Op::kChunks, kBatch); c += kBatch) {
                 uint4 v[2 * kBatch];
                 const u32 row_block = valid ? ctx.lane / 2 : 0, half = ctx.lane % 2 * 8;
                 const u32 first =
@@ -148,7 +148,8 @@ struct TopK {
         return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));
     }
 
-    // Lane: four (token, slot) pairs, and eight experts. Ids are masked, so that garbage stays in bounds.
+    // Lane: four (token, slot) pairs, and eight experts. Ids are masked, so that garbage stays in bounds. A rehearsal
+    // makes a table too: nobody reads one before the barrier.
     template <class Ctx>
     MEGAGEN_DEVICE void tables(Ctx& ctx) {
         if (!Op::Routes::wait(ctx)) return;
@@ -198,7 +199,8 @@ struct TopK {
                     __popc(ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]) & ((1u << token) - 1));
                 const u32 place =
                     ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i]) * ExpertTable::kColumns + rank;
-                ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * place, token << 8 | (first + i));
+                if (!ctx.dry) // two lanes may have found the same place
+                    ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * place, token << 8 | (first + i));
             }
         }
         Event<typename Op::Table::Description::Ready>::arrive(ctx);

@@ -22,6 +22,7 @@ struct Barrier {
     // Whole warp. `parity`: that of the phase whose completion is awaited.
     template <class Ctx>
     MEGAGEN_DEVICE bool wait(Ctx& ctx, u32 slot, u32 parity) {
+        if (ctx.dry) return !ctx.dead;
         const u32 bar = address(ctx, slot);
         return wait_until(ctx, B::kIndex, slot, parity, [&] { return ptx::mbarrier_try_wait_parity(bar, parity); });
     }
@@ -30,7 +31,7 @@ struct Barrier {
     template <class Ctx>
     MEGAGEN_DEVICE void arrive(const Ctx& ctx, u32 slot) {
         __syncwarp();
-        if (ctx.lane == 0) ptx::mbarrier_arrive(address(ctx, slot));
+        if (ctx.lane == 0 && !ctx.dry) ptx::mbarrier_arrive(address(ctx, slot));
     }
 
     // Hands a buffer back. The vote makes the arrival wait for the lanes' loads from it: whichever way it goes, one
@@ -38,7 +39,7 @@ struct Barrier {
     template <class Ctx>
     MEGAGEN_DEVICE void arrive_consumed(const Ctx& ctx, u32 slot, float consumed) {
         const u32 leader = __any_sync(kFullMask, ptx::never_true(consumed)) ? 1 : 0;
-        if (ctx.lane == leader) ptx::mbarrier_arrive(address(ctx, slot));
+        if (ctx.lane == leader && !ctx.dry) ptx::mbarrier_arrive(address(ctx, slot));
     }
 };
 

@@ -5,8 +5,8 @@
 
 namespace megagen {
 
-// Polls `ready` until it holds in every lane. False: this launch is being given up; the caller returns at once.
-// `slot`: what a lane is waiting for, for the hang record.
+// Polls `ready` until it holds in every lane; a rehearsal asks once. False: this launch is being given up; the caller
+// returns at once. `slot`: what a lane is waiting for, for the hang record.
 template <class Ctx, class Ready>
 MEGAGEN_DEVICE bool wait_until(Ctx& ctx, u32 edge, u32 slot, u32 phase, Ready ready) {
     using K = typename Ctx::Kernel;
@@ -21,6 +21,7 @@ MEGAGEN_DEVICE bool wait_until(Ctx& ctx, u32 edge, u32 slot, u32 phase, Ready re
             ctx.stamps.waited(ctx, from, edge, slot);
             return true;
         }
+        if (ctx.dry) return true;
         ptx::still_waiting(ok, edge, slot, phase);
         if (spin % kPollsPerCheck == kPollsPerCheck - 1) {
             const u32 now = ptx::globaltimer_lo();

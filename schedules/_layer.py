@@ -64,6 +64,14 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
         # While attention runs the ring fills with o_proj's weights: as many as it holds, or a quarter of them.
         s.prefetch(g.o_proj.weight, into=ring, share=1 / 4, during=g.attention)
 
+    # Machine code passes through L2, where weights push it out; who has nothing to do when a launch begins asks for it.
+    warm = s.choice("warm_code", "off", "4", "16")
+    if warm != "off":
+        s.warm_code(by=tables, blocks=int(warm))
+    ahead = s.choice("warm_next", "off", "combine", "residual")
+    if ahead != "off":
+        s.warm_code(by=tables, next=True, before=getattr(g, ahead))
+
     kind = s.choice("sync", "lamport", "counter", "cluster", "flag")
     others = {"counter": counter(), "cluster": cluster(), "flag": flag()}
     partials = others.get(kind, lamport(ALL_ONES, reset=by_reader))

@@ -325,6 +325,11 @@ class _Draft:
                 share = self.number(0, 1024)
                 self.say(f"s.prefetch({weight}, into=ring | L2, share={share} / 1024, {self.asked(op, i)})")
 
+        if self.maybe():
+            self.say(f"s.warm_code(by=s.warp({self.number(0, self.warps - 1)}), blocks={self.number(1, 200)})")
+        if self.number(0, 3) == 3:
+            self.say(f"s.warm_code(next=True, {self.asked('', len(self.known.ops))})")
+
     def point(self, op: int) -> str:
         """During or before an op, or one of its roles: all the same."""
         name = self.known.ops[op]

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from megagen.check.finding import Finding, proved, refuse, steps
-from megagen.ir.plan import OpPlan, Plan, StepPlan
+from megagen.ir.plan import WARMS, OpPlan, Plan, StepPlan
 from megagen.ir.touches import ACCUM, ACCUM_EMPTY, ACCUM_FULL, RING, RING_EMPTY, RING_FULL, TABLE
 
 RULE = "references"
-SERVICES = ("attach", "trigger", "drain", "reset", "signal_point", "wait_point")
+SERVICES = ("attach", "trigger", "drain", "reset", "signal_point", "wait_point", *WARMS)
 PREFETCH = "prefetch_l2"
 # Template arguments of a stream: (first stage, last stage, in flight); of a prefetch, (first, last); of other roles,
 # where their warps begin.
@@ -79,6 +79,12 @@ def references(plan: Plan) -> Iterator[Finding]:
             needed = PREFETCH_ARGUMENTS if step.call == PREFETCH else STREAM_ARGUMENTS if plan.loads(step) else 0
             if len(step.args) < needed:
                 refuse(RULE, f"{step.op}.{step.call} needs {needed} arguments, it has {step.args}", step.source)
+            if (
+                step.op is None
+                and step.call in WARMS
+                and not (len(step.args) == 1 and 1 <= step.args[0] <= plan.launch.blocks)
+            ):
+                refuse(RULE, f"{step.call} in {step.args} of {plan.launch.blocks} blocks", step.source)
             if step.call in ("signal_point", "wait_point") and len(step.barriers) != 1:
                 refuse(RULE, f"a {step.call} is about one barrier, not {len(step.barriers)}", step.source)
     n = sum(len(p.steps) for k in plan.kernels for p in k.programs)

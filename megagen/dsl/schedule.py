@@ -131,6 +131,18 @@ class Prefetch:
 
 
 @dataclass(frozen=True)
+class Warm:
+    """A warp that asks L2 for machine code, each piece in ``blocks`` blocks: the kernel's own when the launch begins,
+    or when op ``at`` does that of the kernel that is launched ``next``."""
+
+    warp: int
+    blocks: int
+    next: bool
+    at: str | None
+    loc: Loc | None
+
+
+@dataclass(frozen=True)
 class Cap:
     bytes: int
     op: str | None
@@ -163,6 +175,7 @@ class Schedule:
     rings: list[Ring] = field(default_factory=list)
     roles: dict[tuple[str, str], tuple[Warps, Loc | None]] = field(default_factory=dict)
     prefetches: list[Prefetch] = field(default_factory=list)
+    warms: list[Warm] = field(default_factory=list)
     caps: list[Cap] = field(default_factory=list)
     hints: dict[str, tuple[Hint, Loc | None]] = field(default_factory=dict)
     syncs: list[tuple[EdgeHandle, Sync, Loc | None]] = field(default_factory=list)
@@ -193,7 +206,7 @@ class Schedule:
         self.rings, self.roles, self.prefetches, self.caps = [], {}, [], []
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
-        self.said, self.stamped = {}, None
+        self.said, self.stamped, self.warms = {}, None, []
 
     if not TYPE_CHECKING:  # a type checker knows the attributes
 
@@ -328,6 +341,39 @@ class Schedule:
             raise ScheduleError("an L2 prefetch needs a point of the program", loc=loc, hint="say during=g.<op>")
         at = None if point is None else self._point(point, loc)
         self.prefetches.append(Prefetch(weight.op, into, share, by.first if by else None, at, loc))
+
+    def warm_code(
+        self, *, by: Warps, blocks: int = 8, next: bool = False,
+        during: OpHandle | RoleHandle | None = None, before: OpHandle | RoleHandle | None = None,
+    ) -> None:  # fmt: skip
+        """Warp ``by`` asks L2 for the kernel's machine code, and to keep it, as the first thing of every launch.
+
+        Each piece is asked for in ``blocks`` blocks (or all), far apart. ``next=True``: instead that of the kernel
+        whose launch follows, where it is another one, when the block's warps begin with ``during`` (or ``before``).
+        """
+        loc = here()
+        _instance(next, bool, "next", loc, "True or False")
+        _instance(by, Warps, "by", loc, "say by=s.warp(i)")
+        if by.count != 1:
+            raise ScheduleError("one warp of a block asks for code", loc=loc, hint="say by=s.warp(i)")
+        if _integer(blocks, "blocks", loc) < 1:
+            raise ScheduleError(f"blocks={blocks}: nobody would ask for code", loc=loc, hint="at least one")
+        if during is not None and before is not None:
+            raise ScheduleError("code is asked for at one point of the program", loc=loc, hint="during or before")
+        point = during if during is not None else before
+        if next and point is None:
+            raise ScheduleError(
+                "the next kernel's code needs a point of the program", loc=loc, hint="say before=g.<op>, a late one"
+            )
+        if not next and point is not None:
+            raise ScheduleError(
+                "a kernel's own code is asked for when its launch begins",
+                loc=loc,
+                hint="leave the point out, or say next=True",
+            )
+        at = None if point is None else self._point(point, loc)
+        self._once("the next kernel's code" if next else "the kernel's own code", loc)
+        self.warms.append(Warm(by.first, blocks, next, at, loc))
 
     def hint(self, weights: WeightHandle | OpHandle | Iterable[WeightHandle | OpHandle], hint: Hint) -> None:
         """The L2 cache hint that bulk loads of a weight carry, or of the tensors that an op streams."""

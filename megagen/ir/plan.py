@@ -42,6 +42,9 @@ class Machine(Frozen):
     sources: Mapping[str, str] = {}
 
 
+WARMS = ("warm_code", "warm_next")  # services that ask L2 for machine code
+
+
 class SyncKind(StrEnum):
     MBARRIER = "mbarrier"  # within a block
     CLUSTER = "cluster"  # distributed shared memory, st.async with complete_tx
@@ -149,7 +152,7 @@ class BarrierUse(Frozen):
 class StepPlan(Frozen):
     """One call in a warp's program: ``ops::<Struct><Policy>::<call><args>(ctx)``.
 
-    ``call`` is the role, ``prefetch_l2`` or a service (``reset``, ``signal_point``, ``wait_point``). ``args`` are
+    ``call`` is the role, ``prefetch_l2`` or a service (``reset``, ``warm_code``, ``wait_point``, ...). ``args`` are
     integer template arguments in order. ``index`` numbers the steps of the plan for hang records.
     """
 
@@ -335,6 +338,11 @@ class Plan(Frozen):
 
     def op(self, name: str) -> OpPlan:
         return next(o for o in self.ops if o.name == name)
+
+    @property
+    def tells_code(self) -> bool:
+        """Whether the emitted text says where its machine code lies: what is warmed must be found."""
+        return any(s.call in WARMS for k in self.kernels for p in k.programs for s in p.steps)
 
     def loads(self, step: StepPlan) -> bool:
         """Whether a step fills the ring. Its arguments are the first and last share of the stream, and how many stages

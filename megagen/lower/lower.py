@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from megagen.dsl.schedule import Prefetch, Schedule
+from megagen.dsl.schedule import Prefetch, Schedule, Warm
 from megagen.errors import Loc, ScheduleError
 from megagen.ir.graph import DType, Graph, Op, Routing, Scope, TensorKind
 from megagen.ir.plan import (
@@ -183,9 +183,10 @@ class _Lowering:
 
     def _begins(self) -> dict[str, tuple[list[int], Loc | None]]:
         """Ops whose beginning in the block a warp waits for, to ask L2 for a weight: the other warps, who say so."""
-        asked: dict[str, list[Prefetch]] = {}
-        for p in self.s.prefetches:
-            if p.into.l2 and p.at is not None and self.fused:
+        asked: dict[str, list[Prefetch | Warm]] = {}
+        some: list[Prefetch | Warm] = [*(p for p in self.s.prefetches if p.into.l2), *self.s.warms]
+        for p in some:
+            if p.at is not None and self.fused:
                 asked.setdefault(p.at, []).append(p)
         found = {
             op: ([w for w in self._point_warps(op) if w not in {p.warp for p in ps}], ps[0].loc)
@@ -379,6 +380,11 @@ class _Lowering:
                     if begin is not None:
                         steps.append(self._point("wait_point", f"begin_{op.name}", p.loc))
                     steps.append(self._prefetch_l2(p, channels))
+            for w in self.s.warms if self.fused else ():
+                if w.next and w.at == op.name and w.warp == warp:
+                    if begin is not None:
+                        steps.append(self._point("wait_point", f"begin_{op.name}", w.loc))
+                    steps.append(self._warm(w))
             for role in op.roles():
                 warps = self.roles.get((op.name, role.name), ())
                 if warp in warps:
@@ -408,7 +414,9 @@ class _Lowering:
         lead = 0
         while lead < len(steps) and self._early(steps[lead]):
             lead += 1
-        framed = [*steps[:lead], _service("attach")]
+        # a launch's code depends on nothing; of several kernels each runs but once, and no other's is known
+        warm = [self._warm(w) for w in self.s.warms if self.fused and not w.next and w.warp == warp]
+        framed = [*warm, *steps[:lead], _service("attach")]
         # whoever triggers has waited for the previous launch by then
         early, last = self.launch.early_trigger, warp in self._last_warps(ops)
         if self.launch.pdl and early and warp == self._first_attached(ops):
@@ -422,6 +430,10 @@ class _Lowering:
         if any((s.op, s.call) in self.producers for s in steps):
             framed.append(_service("drain"))
         return framed
+
+    def _warm(self, w: Warm) -> StepPlan:
+        call = "warm_next" if w.next else "warm_code"
+        return StepPlan(op=None, call=call, args=(min(w.blocks, self.blocks),), index=0, source=source(w.loc))
 
     def _early(self, step: StepPlan) -> bool:
         """Whether a step streams a weight, and waits for nothing to know which of it."""

@@ -50,6 +50,7 @@ class Rank(ABC):
     """
 
     in_place = True
+    code = (0, 0)  # address and bytes of the kernel's machine code, where it is known
     _torch: Any
 
     def __init__(
@@ -112,6 +113,7 @@ class Rank(ABC):
             live=self.live,
             world=self.plan.tp,
             timeout_ms=self.timeout_ms,
+            code=self.code,
         )
         self._system.pack()  # refuse an impossible world now
         with self.writing(self._routes):
@@ -162,8 +164,10 @@ class Rank(ABC):
             made.zero_()
         return made
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Layer:
+    def bind(self, tensors: Mapping[str, torch.Tensor], *, then: Rank | None = None) -> Layer:
         """Check and bind a tensor for each parameter; the session's own outputs stand in for outputs not given.
+
+        ``then``: whose launch will follow, if that is known.
 
         State is read and written where it is given: a launch keeps what it does not replace.
 
@@ -188,6 +192,8 @@ class Rank(ABC):
             )
         placed = self._settled(given)
         stamps, system = None, self._system
+        if then is not None and then is not self:
+            system = replace(system, next_code=then.code)
         if self.plan.stamps is not None:
             stamps = self._empty("stamps", "state", "uint8", (self.plan.stamps.bytes,))
             with self.writing(stamps):

@@ -111,6 +111,10 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
             above, below = map(int, share.split("/"))
             s.prefetch(g.next_qkvg.weight, into=ring | L2, share=above / below, by=finisher, before=point)
         s.assign(g.next_heads, write=math)
+        # What the next layer's window holds, 1 MB a rank at TP8, has left L2 since the last step.
+        keys = s.choice("next_keys", "off", "combine", "residual")
+        if keys != "off" and g.op("next_heads").held:
+            s.prefetch(g.next_heads, into=L2, by=tables, before=points[keys])
         s.sync(g.residual >> g.next_qkvg, local)
         s.sync(g.next_qkvg >> g.next_heads, handed)
 

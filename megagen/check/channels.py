@@ -193,9 +193,10 @@ def _ports(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan
     op = plan.op(step.op or "")
     prefetch = step.call not in {s.name for s in op.specs}
     spec = op.producer if prefetch else specs[op.name, step.call]
-    if spec is None:
+    if spec is None and not op.prefetched:
         refuse(RULE, f"{title(step)} of an op that streams nothing", step.source)
-    for verb, said, ports in (("reads", step.reads, spec.reads), ("writes", step.writes, spec.writes)):
+    reads, writes = (spec.reads, spec.writes) if spec else ((), ())
+    for verb, said, ports in (("reads", step.reads, reads), ("writes", step.writes, writes)):
         own = tuple(op.channels[p] for p in ports if p in op.channels)
         if said != own:
             shown = (", ".join(names) or "nothing" for names in (own, said))

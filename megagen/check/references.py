@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from megagen.check.finding import Finding, proved, refuse, steps
-from megagen.ir.plan import WARMS, OpPlan, Plan, StepPlan
+from megagen.ir.plan import WARMS, Plan, StepPlan
 from megagen.ir.touches import ACCUM, ACCUM_EMPTY, ACCUM_FULL, RING, RING_EMPTY, RING_FULL, TABLE
 
 RULE = "references"
@@ -74,7 +74,7 @@ def references(plan: Plan) -> Iterator[Finding]:
                 known("step", [step.call], SERVICES, step)
             else:
                 known("op", [step.op], ops, step)
-                calls = [s.name for s in ops[step.op].specs] + [PREFETCH] * _prefetched(ops[step.op])
+                calls = [s.name for s in ops[step.op].specs] + [PREFETCH] * ops[step.op].prefetched
                 known(f"role of {step.op}", [step.call], calls, step)
             needed = PREFETCH_ARGUMENTS if step.call == PREFETCH else STREAM_ARGUMENTS if plan.loads(step) else 0
             if len(step.args) < needed:
@@ -89,11 +89,6 @@ def references(plan: Plan) -> Iterator[Finding]:
                 refuse(RULE, f"a {step.call} is about one barrier, not {len(step.barriers)}", step.source)
     n = sum(len(p.steps) for k in plan.kernels for p in k.programs)
     yield proved(RULE, f"{len(ops)} ops, {n} steps, {len(channels)} channels: all that they name is there")
-
-
-def _prefetched(op: OpPlan) -> bool:
-    """Whether what it streams can be asked for before its time."""
-    return op.stream is not None and op.stream.weight != ""
 
 
 def numbers(plan: Plan) -> Iterator[Finding]:

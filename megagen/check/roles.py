@@ -130,7 +130,9 @@ def _ran(plan: Plan, kernel: KernelPlan) -> None:
 
 def _early(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan) -> bool:
     """What may run before a warp has waited for the launches before this one: it touches only weights and code."""
-    return step.call in (PREFETCH, *WARMS) or (plan.loads(step) and not specs[step.op or "", step.call].reads)
+    if step.call == PREFETCH:  # of what a cache holds, it must know how much that is
+        return plan.op(step.op or "").stream is not None
+    return step.call in WARMS or (plan.loads(step) and not specs[step.op or "", step.call].reads)
 
 
 def _frame(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], program: ProgramPlan) -> None:

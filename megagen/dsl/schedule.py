@@ -292,7 +292,7 @@ class Schedule:
         self.caps.append(Cap(bytes, op, loc))
 
     def prefetch(
-        self, weight: WeightHandle, into: Into, *, share: float = 1.0, by: Warps | None = None,
+        self, weight: WeightHandle | OpHandle, into: Into, *, share: float = 1.0, by: Warps | None = None,
         during: OpHandle | RoleHandle | None = None, before: OpHandle | RoleHandle | None = None,
     ) -> None:  # fmt: skip
         """Where ``weight`` waits before its op needs it.
@@ -300,25 +300,29 @@ class Schedule:
         ``into=ring``: the first ``share`` of each block's stages may enter the ring as soon as slots are free; the rest
         waits until ``during`` is done in the block. ``into=L2``: warp ``by`` asks L2 for the first ``share`` when the
         block's warps begin with ``during`` (or ``before``). ``ring | L2``: the ring takes ``share``, L2 the rest.
+
+        Of an op that writes the next layer's caches: all that they hold already, into L2, for the next launch.
         """
         loc = here()
-        self._streamed(weight, loc)
+        if isinstance(weight, OpHandle) and weight._op.kind == "qkv_heads":
+            op, what = self._held(weight, into, share, loc), f"what {weight!r} adds to"
+        else:
+            self._streamed(weight, loc)
+            op, what = weight.op, weight.weight.name
         if not isinstance(into, Into):
             raise ScheduleError(f"into={into!r}", loc=loc, hint="into is the ring, L2, or ring | L2")
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise ScheduleError(f"share={share!r} is not a number", loc=loc)
         if not 0.0 <= share <= 1.0:
-            raise ScheduleError(f"share={share} of {weight.weight.name}: a share is between 0 and 1", loc=loc)
+            raise ScheduleError(f"share={share} of {what}: a share is between 0 and 1", loc=loc)
         if share == 0 and not into.ring:
-            raise ScheduleError(
-                f"share=0 of {weight.weight.name} asks L2 for nothing", loc=loc, hint="leave the prefetch out"
-            )
+            raise ScheduleError(f"share=0 of {what} asks L2 for nothing", loc=loc, hint="leave the prefetch out")
         if during is not None and before is not None:
             raise ScheduleError("a prefetch has one point of the program", loc=loc, hint="say either during or before")
         for p in self.prefetches:
-            if p.op == weight.op and ((p.into.ring and into.ring) or (p.into.l2 and into.l2)):
+            if p.op == op and ((p.into.ring and into.ring) or (p.into.l2 and into.l2)):
                 raise ScheduleError(
-                    f"{weight.weight.name} is prefetched twice into the same place",
+                    f"{what} is prefetched twice into the same place",
                     loc=loc,
                     notes=(("the first time", p.loc),),
                 )
@@ -340,7 +344,7 @@ class Schedule:
         if into.l2 and point is None:
             raise ScheduleError("an L2 prefetch needs a point of the program", loc=loc, hint="say during=g.<op>")
         at = None if point is None else self._point(point, loc)
-        self.prefetches.append(Prefetch(weight.op, into, share, by.first if by else None, at, loc))
+        self.prefetches.append(Prefetch(op, into, share, by.first if by else None, at, loc))
 
     def warm_code(
         self, *, by: Warps, blocks: int = 8, next: bool = False,
@@ -521,6 +525,19 @@ class Schedule:
         self._mine(handle, any(handle.weight is w for op in self.graph.ops for w in op.weights.values()), loc)
         if handle.weight.k == 1:
             raise ScheduleError(f"{handle.weight.name} is a vector: only matrices are streamed", loc=loc)
+
+    def _held(self, handle: OpHandle, into: Into, share: float, loc: Loc | None) -> str:
+        """The op whose outputs hold what the next launch reads."""
+        op = self._op(handle, loc)
+        if not op.held:
+            raise ScheduleError(
+                f"the caches of {handle!r} grow: their reader streams them through its ring",
+                loc=loc,
+                hint="only caches of a window are asked for",
+            )
+        if into != L2 or share != 1:
+            raise ScheduleError(f"what {handle!r} adds to is asked for as a whole, into L2", loc=loc, hint="into=L2")
+        return op.name
 
     def _mine(self, handle: object, found: bool, loc: Loc | None) -> None:
         if not found:

@@ -203,6 +203,7 @@ class OpPlan(Frozen):
     barriers: Mapping[str, str]  # purpose -> barrier name ("group", ...)
     regions: Mapping[str, str]  # purpose -> region name ("scratch", ...)
     shared: Mapping[str, int] = {}  # purpose -> bytes that its header uses
+    held: tuple[str, ...] = ()  # ports of outputs whose old contents L2 may be asked for
     roles: Mapping[str, tuple[int, ...]]  # role -> warps that the schedule gave it
     specs: tuple[RoleSpec, ...]  # what the roles accept
     publishes: Mapping[str, tuple[int, Per]] = {}  # role that writes -> how often, over all blocks of a rank
@@ -213,6 +214,11 @@ class OpPlan(Frozen):
     activation_bytes: int
     operations: int
     source: Source = Source()
+
+    @property
+    def prefetched(self) -> bool:
+        """Whether L2 can be asked for what it streams, or holds, before its time."""
+        return bool(self.held) or (self.stream is not None and self.stream.weight != "")
 
     @property
     def producer(self) -> RoleSpec | None:

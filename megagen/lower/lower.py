@@ -321,7 +321,7 @@ class _Lowering:
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,
             barriers={"group": f"group_{op.name}"} if compute else {},
-            regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(),
+            regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(), held=op.held,
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(), publishes={r.name: op.publishes(r.name) for r in op.roles() if r.writes},
             sends={r.name: n for r in op.roles() if r.writes and (n := op.sends(r.name)) is not None},

@@ -19,7 +19,9 @@ from megagen.dsl import (
     counter,
     evict_first,
     flag,
+    in_l2,
     lamport,
+    previous_step,
 )
 
 WARPS = 12
@@ -63,6 +65,13 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     elif s.choice("o_proj", "ring", "quarter") == "quarter":
         # While attention runs the ring fills with o_proj's weights: as many as it holds, or a quarter of them.
         s.prefetch(g.o_proj.weight, into=ring, share=1 / 4, during=g.attention)
+
+    # Before the routing is known HBM has time for experts: those that the layer used most a step ago may be used again.
+    guess = s.choice("experts_guess", "off", "4", "8", "14")
+    if guess != "off":
+        for op in (g.gate_up, g.down):
+            s.prefetch(op.weight, into=L2, experts=previous_step(top=int(guess)), by=finisher, during=g.attention)
+        s.experts_first(g.top_k, in_l2)
 
     # Machine code passes through L2, where weights push it out; who has nothing to do when a launch begins asks for it.
     warm = s.choice("warm_code", "off", "4", "16")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from megagen.check.finding import Finding, proved, refuse, steps
-from megagen.ir.plan import WARMS, Plan, StepPlan
+from megagen.ir.plan import PREFETCH_GUESS, WARMS, Plan, StepPlan
 from megagen.ir.touches import ACCUM, ACCUM_EMPTY, ACCUM_FULL, RING, RING_EMPTY, RING_FULL, TABLE
 
 RULE = "references"
@@ -59,6 +59,9 @@ def references(plan: Plan) -> Iterator[Finding]:
             known(f"port of {op.name}", (*spec.reads, *spec.writes), {*op.channels, *op.tensors})
             known(f"port of {op.name}.{spec.name}", spec.hands_back, spec.reads)
             known(f"region of {op.name}", spec.regions, op.regions)
+    if plan.guess is not None:
+        known("op", plan.guess.ops, ops)
+        known("parameter", [plan.guess.parameter], params)
     for c in plan.channels:
         if c.barrier is not None:
             known("barrier", [c.barrier], barriers)
@@ -75,6 +78,7 @@ def references(plan: Plan) -> Iterator[Finding]:
             else:
                 known("op", [step.op], ops, step)
                 calls = [s.name for s in ops[step.op].specs] + [PREFETCH] * ops[step.op].prefetched
+                calls += [PREFETCH_GUESS] * (plan.guess is not None and step.op in plan.guess.ops)
                 known(f"role of {step.op}", [step.call], calls, step)
             needed = PREFETCH_ARGUMENTS if step.call == PREFETCH else STREAM_ARGUMENTS if plan.loads(step) else 0
             if len(step.args) < needed:

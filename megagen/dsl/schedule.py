@@ -32,7 +32,7 @@ KEYWORDS = frozenset(  # of C++20: a kernel cannot be called so
 
 # templates/kernel: what stands beside a kernel, by whose name it would be hidden
 TAKEN = frozenset({"barrier", "channel", "tensor", "policy", "Params", "RingPolicy", "AccumPolicy", "TablePolicy",
-                   "KernelPolicy", "Ctx", "megagen", "main"})  # fmt: skip
+                   "GuessPolicy", "KernelPolicy", "Ctx", "megagen", "main"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,34 @@ def mbarrier() -> Sync:
     return Sync(SyncKind.MBARRIER)
 
 
+MOST_GUESSED = 32  # a lane each
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Experts that may be used: the ``top`` most used of the layer's last launch."""
+
+    top: int
+    hint: Hint
+    loc: Loc | None
+
+
+def previous_step(top: int, hint: Hint = Hint.EVICT_NORMAL) -> Guess:
+    """The ``top`` experts that most tokens had when this layer was last launched, a step before. ``hint``: of what L2
+    is asked for."""
+    loc = here()
+    if not 1 <= _integer(top, "top", loc) <= MOST_GUESSED:
+        raise ScheduleError(f"top={top}: 1 to {MOST_GUESSED} experts are guessed", loc=loc)
+    if hint not in (Hint.EVICT_NORMAL, Hint.EVICT_FIRST, Hint.EVICT_LAST):
+        raise ScheduleError(f"hint={hint!r} of what L2 is asked for", loc=loc, hint="evict_normal or evict_last")
+    return Guess(top, hint, loc)
+
+
+class InL2:
+    """Experts whose weights L2 has been asked for, as a guess."""
+
+
+in_l2 = InL2()
 STAMP_RECORDS = 512  # a launch: several times what the shipped schedules' busiest warps need
 MOST_STAMP_RECORDS = 1 << 16
 
@@ -128,6 +156,7 @@ class Prefetch:
     warp: int | None
     at: str | None  # op at whose beginning an L2 prefetch goes out, and until whose end the ring waits
     loc: Loc | None
+    experts: Guess | None = None  # a prefetch of experts that may be used
 
 
 @dataclass(frozen=True)
@@ -185,6 +214,7 @@ class Schedule:
     choices: Mapping[str, str] = field(default_factory=dict)
     offered: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     accum_slots: int = 2
+    first_experts: Loc | None = None
     stamped: tuple[int, Loc | None] | None = None
     said: dict[str, Loc | None] = field(default_factory=dict)  # where, of what may be said only once
 
@@ -206,7 +236,7 @@ class Schedule:
         self.rings, self.roles, self.prefetches, self.caps = [], {}, [], []
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
-        self.said, self.stamped, self.warms = {}, None, []
+        self.said, self.stamped, self.warms, self.first_experts = {}, None, [], None
 
     if not TYPE_CHECKING:  # a type checker knows the attributes
 
@@ -294,6 +324,7 @@ class Schedule:
     def prefetch(
         self, weight: WeightHandle | OpHandle, into: Into, *, share: float = 1.0, by: Warps | None = None,
         during: OpHandle | RoleHandle | None = None, before: OpHandle | RoleHandle | None = None,
+        experts: Guess | None = None,
     ) -> None:  # fmt: skip
         """Where ``weight`` waits before its op needs it.
 
@@ -301,6 +332,7 @@ class Schedule:
         waits until ``during`` is done in the block. ``into=L2``: warp ``by`` asks L2 for the first ``share`` when the
         block's warps begin with ``during`` (or ``before``). ``ring | L2``: the ring takes ``share``, L2 the rest.
 
+        ``experts``: not those of the launch, but a guess, before the routing is known.
         Of an op that writes the next layer's caches: all that they hold already, into L2, for the next launch.
         """
         loc = here()
@@ -319,8 +351,14 @@ class Schedule:
             raise ScheduleError(f"share=0 of {what} asks L2 for nothing", loc=loc, hint="leave the prefetch out")
         if during is not None and before is not None:
             raise ScheduleError("a prefetch has one point of the program", loc=loc, hint="say either during or before")
+        if experts is not None:
+            self._guessed(experts, weight, into, share, loc)
         for p in self.prefetches:
-            if p.op == op and ((p.into.ring and into.ring) or (p.into.l2 and into.l2)):
+            if (
+                p.op == op
+                and (p.experts is None) == (experts is None)
+                and ((p.into.ring and into.ring) or (p.into.l2 and into.l2))
+            ):
                 raise ScheduleError(
                     f"{what} is prefetched twice into the same place",
                     loc=loc,
@@ -344,7 +382,17 @@ class Schedule:
         if into.l2 and point is None:
             raise ScheduleError("an L2 prefetch needs a point of the program", loc=loc, hint="say during=g.<op>")
         at = None if point is None else self._point(point, loc)
-        self.prefetches.append(Prefetch(op, into, share, by.first if by else None, at, loc))
+        self.prefetches.append(Prefetch(op, into, share, by.first if by else None, at, loc, experts))
+
+    def experts_first(self, op: OpHandle, which: InL2) -> None:
+        """Of the experts that a launch uses, those that L2 was asked for come first in ``op``'s table: every block
+        works on its share of these, then on one of the others."""
+        loc = here()
+        if self._op(op, loc).kind != "top_k":
+            raise ScheduleError(f"{op!r} makes no table of experts", loc=loc, hint="s.experts_first(g.top_k, in_l2)")
+        _instance(which, InL2, "which", loc, "s.experts_first(g.top_k, in_l2)")
+        self._once("which experts come first", loc)
+        self.first_experts = loc
 
     def warm_code(
         self, *, by: Warps, blocks: int = 8, next: bool = False,
@@ -525,6 +573,25 @@ class Schedule:
         self._mine(handle, any(handle.weight is w for op in self.graph.ops for w in op.weights.values()), loc)
         if handle.weight.k == 1:
             raise ScheduleError(f"{handle.weight.name} is a vector: only matrices are streamed", loc=loc)
+
+    def _guessed(
+        self, experts: Guess, weight: WeightHandle | OpHandle, into: Into, share: float, loc: Loc | None
+    ) -> None:
+        """Refuse what is no guess of an expert's weight."""
+        _instance(experts, Guess, "experts", loc, "experts=previous_step(top=8)")
+        if not isinstance(weight, WeightHandle) or not weight.weight.experts:
+            raise ScheduleError(f"{weight!r} is of no expert: nothing is guessed", loc=loc, hint="leave experts out")
+        if into != L2 or share != 1:
+            raise ScheduleError("a guess is asked for as a whole, into L2", loc=loc, hint="into=L2, and no share")
+        others = [(p.experts, p.loc) for p in self.prefetches if p.experts is not None]
+        other = next((loc for g, loc in others if (g.top, g.hint) != (experts.top, experts.hint)), None)
+        if other is not None:
+            raise ScheduleError(
+                "all weights of a layer have one guess",
+                loc=loc,
+                notes=(("another one", other),),
+                hint="the same top and hint",
+            )
 
     def _held(self, handle: OpHandle, into: Into, share: float, loc: Loc | None) -> str:
         """The op whose outputs hold what the next launch reads."""

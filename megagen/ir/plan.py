@@ -42,6 +42,7 @@ class Machine(Frozen):
     sources: Mapping[str, str] = {}
 
 
+PREFETCH_GUESS = "prefetch_guess"  # asks L2 for weights of experts that may be used
 WARMS = ("warm_code", "warm_next")  # services that ask L2 for machine code
 
 
@@ -152,7 +153,7 @@ class BarrierUse(Frozen):
 class StepPlan(Frozen):
     """One call in a warp's program: ``ops::<Struct><Policy>::<call><args>(ctx)``.
 
-    ``call`` is the role, ``prefetch_l2`` or a service (``reset``, ``warm_code``, ``wait_point``, ...). ``args`` are
+    ``call`` is the role, ``prefetch_l2``, ``prefetch_guess`` or a service (``reset``, ...). ``args`` are
     integer template arguments in order. ``index`` numbers the steps of the plan for hang records.
     """
 
@@ -250,7 +251,7 @@ class ParamPlan(Frozen):
 
     name: str
     ctype: str
-    what: Literal["weight", "input", "output", "state", "system"]
+    what: Literal["weight", "input", "output", "state", "history", "system"]
     dtype: DType | None = None
     shape: tuple[int, ...] = ()
 
@@ -288,6 +289,21 @@ class StampPlan(Frozen):
     records: int
     cycles: bool
     bytes: int
+    source: Source = Source()
+
+
+class GuessPlan(Frozen):
+    """L2 is asked for weights of the ``top`` experts that the layer's last launch used most, which is kept in
+    ``parameter``: two copies, of which a launch reads one and writes the other (ops/guess.cuh).
+
+    ``ops``: whose weights. ``first``: those that are used then come first in the table of experts.
+    """
+
+    top: int
+    hint: Hint
+    first: bool
+    ops: tuple[str, ...]
+    parameter: str
     source: Source = Source()
 
 
@@ -334,6 +350,7 @@ class Plan(Frozen):
     nominal_experts: int
     nominal_tokens: int
     stamps: StampPlan | None = None
+    guess: GuessPlan | None = None
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1)

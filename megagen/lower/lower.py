@@ -10,9 +10,11 @@ from megagen.dsl.schedule import Prefetch, Schedule, Warm
 from megagen.errors import Loc, ScheduleError
 from megagen.ir.graph import DType, Graph, Op, Routing, Scope, TensorKind
 from megagen.ir.plan import (
+    PREFETCH_GUESS,
     BarrierPlan,
     BarrierUse,
     ChannelPlan,
+    GuessPlan,
     HeapPlan,
     Hint,
     KernelPlan,
@@ -32,7 +34,7 @@ from megagen.ir.plan import (
     SyncKind,
     WeightPlan,
 )
-from megagen.ir.touches import TABLE_BYTES, prefetch_uses, role_uses
+from megagen.ir.touches import HISTORY_COPIES, TABLE_BYTES, prefetch_uses, role_uses
 from megagen.lower.channels import Edges, counted, layout
 from megagen.lower.memory import Arena
 from megagen.ops.expert_gemm import ExpertGemm
@@ -45,6 +47,7 @@ STAMP, STAMP_HEADER = 16, 4  # bytes of a record, records before a warp's (debug
 MOST_STAMPS, MOST_STAMPED_STEPS = 1 << 32, 0xFFF
 COARSE_TIMER_NS = 64  # a GPU's timer of larger steps is too coarse for stamps
 MEASURED_EXPERTS = 49
+HISTORY, HISTORY_WORDS = "history", 64  # of a layer's launches, words of a copy (ops/guess.cuh)
 PARAMETER: dict[TensorKind, Literal["input", "output", "state"]] = {
     TensorKind.INPUT: "input", TensorKind.OUTPUT: "output", TensorKind.STATE: "state",
 }  # fmt: skip
@@ -97,6 +100,7 @@ class _Lowering:
         self.points = self._points()
         self.begins = self._begins()
         self.nominal = nominal(schedule.graph)
+        self.guess = self._guess()
 
     # pieces -----------------------------------------------------------------------------------------------------
 
@@ -154,6 +158,7 @@ class _Lowering:
             params=params, weights=weights, regions=tuple(regions), barriers=barriers, channels=channels, ops=ops,
             kernels=kernels, choices={name: value for name, (value, _) in sorted(s.offered.items())},
             nominal_experts=self.nominal.experts, nominal_tokens=self.nominal.tokens, stamps=self._stamps(len(kernels)),
+            guess=self.guess,
         )  # fmt: skip
 
     def _stamps(self, kernels: int) -> StampPlan | None:
@@ -172,6 +177,26 @@ class _Lowering:
             bytes=warps * (STAMP_HEADER + records) * STAMP,
             source=source(loc),
         )
+
+    def _guess(self) -> GuessPlan | None:
+        """One kernel asks for its experts before it knows them; of several, each begins when all is known."""
+        asked = [p for p in self.s.prefetches if p.experts is not None]
+        first = self.s.first_experts
+        if first is not None and not asked:
+            raise ScheduleError(
+                "no experts are asked for that could come first", loc=first,
+                hint="s.prefetch(g.gate_up.weight, into=L2, experts=previous_step(top=8), ...)",
+            )  # fmt: skip
+        if not asked or not self.fused:
+            return None
+        (guess, *_) = (p.experts for p in asked if p.experts is not None)
+        weights = {p.op: self.g.op(p.op).weights["weight"] for p in asked}
+        if guess.top > min(w.experts for w in weights.values()):
+            raise ScheduleError(f"top={guess.top}: there are fewer experts", loc=guess.loc)
+        return GuessPlan(
+            top=guess.top, hint=guess.hint, first=first is not None, ops=tuple(weights), parameter=HISTORY,
+            source=source(asked[0].loc),
+        )  # fmt: skip
 
     def _index(self) -> int:
         self.edge_index += 1
@@ -293,6 +318,9 @@ class _Lowering:
                             shape=(w.experts, 2 if w.gate_up else 1),
                         )
                     )  # fmt: skip
+        if self.guess is not None:
+            shape = (HISTORY_COPIES, HISTORY_WORDS)
+            params.append(ParamPlan(name=HISTORY, ctype="u8*", what="history", dtype=DType.U32, shape=shape))
         return tuple(params), tuple(weights)
 
     def _op(self, op: Op) -> OpPlan:
@@ -376,10 +404,11 @@ class _Lowering:
             if begin is not None and warp in begin[0]:
                 steps.append(self._point("signal_point", f"begin_{op.name}", begin[1]))
             for p in self.s.prefetches:
-                if p.into.l2 and p.at == op.name and p.warp == warp and (self.fused or p.op == op.name):
+                mine = p.into.l2 and p.at == op.name and p.warp == warp
+                if mine and (self.fused or (p.op == op.name and p.experts is None)):
                     if begin is not None:
                         steps.append(self._point("wait_point", f"begin_{op.name}", p.loc))
-                    steps.append(self._prefetch_l2(p, channels))
+                    steps.append(self._prefetch_l2(p, channels) if p.experts is None else self._prefetch_guess(p))
             for w in self.s.warms if self.fused else ():
                 if w.next and w.at == op.name and w.warp == warp:
                     if begin is not None:
@@ -508,6 +537,9 @@ class _Lowering:
             index=0,
             source=source(p.loc),
         )
+
+    def _prefetch_guess(self, p: Prefetch) -> StepPlan:
+        return StepPlan(op=p.op, call=PREFETCH_GUESS, index=0, source=source(p.loc))
 
 
 def _service(call: str, loc: Loc | None = None, writes: tuple[str, ...] = ()) -> StepPlan:

@@ -169,14 +169,15 @@ class Rank(ABC):
 
         ``then``: whose launch will follow, if that is known.
 
-        State is read and written where it is given: a launch keeps what it does not replace.
+        State is read and written where it is given: a launch keeps what it does not replace. What a layer's launches
+        remember for its next ones is the Layer's own.
 
         Weights are in the packed layout of :mod:`megagen.ops.packing`, on this session's device; what is bound is in
         the Layer's ``tensors``. Raises DeviceError that names every parameter that is missing, unknown, of wrong type
         or size, strided or misaligned, or written where another one lies: nothing orders a launch's reads of one tensor
         and its writes of another.
         """
-        given = {**self.outputs, **tensors}
+        given = {**self.outputs, **self._histories(tensors), **tensors}
         problems = [f"{name}: no such parameter" for name in given if name not in self._expected]
         problems += [
             f"{name}: {problem}"
@@ -202,12 +203,22 @@ class Rank(ABC):
         data = params.pack(self.plan, system, {name: t.data_ptr() for name, t in placed.items()})
         return Layer(tensors=placed, block=driver.ParameterBlock(data), stamps=stamps)
 
+    def _histories(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of what a layer's launches remember from one to the next: nothing yet."""
+        found = {}
+        for p in self.plan.params:
+            if p.what == "history" and p.name not in given:
+                found[p.name] = made = self._empty(p.name, "state", p.dtype, p.shape)
+                with self.writing(made):
+                    made.zero_()
+        return found
+
     def _settled(self, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors in device memory, ready to be read by a launch."""
         return given
 
     def _overlaps(self, given: Mapping[str, torch.Tensor]) -> list[str]:
-        written = {p.name for p in self.plan.params if p.what in ("output", "state")}
+        written = {p.name for p in self.plan.params if p.what in ("output", "state", "history")}
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in given.items())
         found, reach = [], (0, "")  # the furthest end so far, and whose
         for begin, end, name in spans:

@@ -376,6 +376,11 @@ struct Output {
 
     template <class Ctx>
     MEGAGEN_DEVICE void publish(const Ctx&) {}
+
+    template <class Ctx>
+    MEGAGEN_DEVICE const u8* place(const Ctx& ctx, u64 byte) {
+        return D::pointer(ctx.p) + byte;
+    }
 };
 
 } // namespace megagen

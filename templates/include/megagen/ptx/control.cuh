@@ -76,6 +76,9 @@ MEGAGEN_DEVICE u32 smid() {
 using Step = u32;
 
 // No instruction: a value of which the compiler knows nothing any more.
+// A poll that found something new and has not judged it yet: not one to sleep on. The emulator's.
+MEGAGEN_DEVICE void look_again() {}
+
 MEGAGEN_DEVICE u32 opaque(u32 v) {
     asm volatile("" : "+r"(v));
     return v;

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_emulate_swa import small, words
+from test_emulate_swa import words
 
+from megagen import resources
 from megagen.bench.routes import most_used, routes
 from megagen.check import check
 from megagen.check.finding import Finding
@@ -20,7 +21,12 @@ from megagen.ir.plan import Plan, StepPlan
 from megagen.lower import lower
 from megagen.runtime.stack import Stack
 
-GUESSED = {"experts_guess": "4"}
+GUESS = """
+    for op in (g.gate_up, g.down):
+        s.prefetch(op.weight, into=L2, experts=previous_step(top=4), by=finisher, during=g.router)
+    s.experts_first(g.top_k, in_l2)
+    return s
+"""
 TOP, POOL = 4, 16
 SCHEDULE = """
 from megagen.dsl import *
@@ -113,15 +119,23 @@ def remembered(history: torch.Tensor) -> list[tuple[int, list[int]]]:
     return [(int(copy[0]), [int(x) - 1 for x in copy[1 : 1 + TOP] if x > 0]) for copy in history.view(2, -1)]
 
 
+@pytest.fixture(scope="module")
+def guessing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The expert block's schedule, with a guess."""
+    file = tmp_path_factory.mktemp("guess") / "guessing.py"
+    text = (resources.schedules() / "muse_moe.py").read_text()
+    file.write_text(text.replace("    return s\n", GUESS).replace("    L2,\n", "    L2, in_l2, previous_step,\n"))
+    return file
+
+
 TOKENS = 5
 TABLES = [routes(n, TOKENS, seed=n, pool=POOL, max_per_expert=TOKENS) for n in (8, 13, 9)]
 
 
-def test_a_guess_is_remembered_and_asked_for_and_changes_no_bit(emulate: Any) -> None:
+def test_a_guess_is_remembered_and_asked_for_and_changes_no_bit(emulate: Any, guessing: Path) -> None:
     """Launches, each with another routing than the one before."""
-    options = small(1)
-    usual = emulate("muse_swa.py", ranks=1, seed=3, race=True, options=options)
-    kernel = emulate("muse_swa.py", ranks=1, seed=4, race=True, footprints=True, options=options, choices=GUESSED)
+    usual = emulate("muse_moe.py", ranks=2, seed=3, race=True)
+    kernel = emulate(guessing, ranks=2, seed=4, race=True, footprints=True)
     inputs = usual.verifier.inputs(TOKENS, 7)
     expert = {op: kernel.plan.op(op).weights["weight"] for op in ("gate_up", "down")}
     size = {w.parameter: w.bytes // w.experts for w in kernel.plan.weights if w.parameter in expert.values()}
@@ -141,9 +155,9 @@ def test_a_guess_is_remembered_and_asked_for_and_changes_no_bit(emulate: Any) ->
             assert (number, last) in remembered(layer.tensors["history"])
 
 
-def test_each_layer_has_its_own(emulate: Any) -> None:
+def test_each_layer_has_its_own(emulate: Any, guessing: Path) -> None:
     """Two layers of one Plan, two steps: the launch in between is the other layer's."""
-    kernel = emulate("muse_swa.py", ranks=1, seed=5, race=True, options=small(1), choices=GUESSED)
+    kernel = emulate(guessing, ranks=1, seed=5, race=True)
     (rank,) = kernel.world.ranks
     given = kernel.verifier.layers[0].tensors
     weights = {p.name: given[p.name] for p in rank.plan.params if p.what == "weight"}
@@ -160,9 +174,9 @@ def test_each_layer_has_its_own(emulate: Any) -> None:
         assert sorted(remembered(history)) == [(2 * step + at, most_used(TABLES[step], TOP)) for step in (0, 1)]
 
 
-def test_after_a_recovery_launches_are_counted_anew(emulate: Any) -> None:
+def test_after_a_recovery_launches_are_counted_anew(emulate: Any, guessing: Path) -> None:
     """A history that says it is of this very launch, or of later ones: all blocks still agree."""
-    kernel = emulate("muse_swa.py", ranks=1, seed=6, race=True, options=small(1), choices=GUESSED)
+    kernel = emulate(guessing, ranks=1, seed=6, race=True)
     inputs = kernel.verifier.inputs(TOKENS, 7)
     first = [words(kernel.verifier.launch(inputs, table)) for table in TABLES[1:]]
     kernel.world.recover()

@@ -329,6 +329,14 @@ class _Draft:
         for op in self.known.held:
             if self.maybe():
                 self.say(f"s.prefetch(g.{op}, into=L2, {self.asked('', len(self.known.ops))})")
+        if self.known.late and self.maybe():
+            guess = f"previous_step(top={self.number(1, 7)}, hint={self.one('evict_normal', 'evict_last')})"
+            ops = [op for op in sorted(self.known.late) if self.number(0, 2)]
+            for op in ops:
+                asked = self.asked("", len(self.known.ops))
+                self.say(f"s.prefetch(g.{op}.weight, into=L2, experts={guess}, {asked})")
+            if ops and self.maybe():
+                self.say("s.experts_first(g.top_k, in_l2)")
         if self.maybe():
             self.say(f"s.warm_code(by=s.warp({self.number(0, self.warps - 1)}), blocks={self.number(1, 200)})")
         if self.number(0, 3) == 3:

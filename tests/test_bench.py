@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megagen.bench import measure
-from megagen.bench.routes import distinct, routes, shared_one
+from megagen.bench.routes import Draws, distinct, most_used, routes, shared_one
 from megagen.bench.timing import Timing, Variant, interleave
 from megagen.bench.verify import Verifier, random_stream
 from megagen.errors import DeviceError, MegagenError
@@ -61,6 +61,24 @@ def test_overlap_is_what_was_asked_for(experts: int, overlap: float, seed: int) 
     table = set(distinct(routes(experts, 16, seed=seed + 1, previous=sorted(before), overlap=overlap)))
     assert len(table) == experts
     assert len(table & before) == round(overlap * experts)
+
+
+@given(st.integers(8, 60), st.integers(0, 32), st.floats(0, 1))
+@settings(deadline=None, max_examples=30)
+def test_so_much_of_a_guess_is_right(experts: int, top: int, guessed: float) -> None:
+    drawn = Draws(experts, 16, 8, pool=256, top=top, guessed=guessed)
+    for sample in (2, 0, 1):  # in whatever order they are asked for
+        table = set(distinct(drawn[sample]))
+        assert len(table) == experts
+        if sample and top:
+            guess = most_used(drawn[sample - 1], top)
+            assert len(guess) == min(top, experts) and len(table & {*guess}) == round(guessed * len(guess))
+    if top == 0:
+        assert torch.equal(drawn[1], routes(experts, 16, seed=1))
+
+
+def test_the_most_used_come_first_and_of_two_alike_the_lower() -> None:
+    assert most_used(torch.tensor([[9, 3, 5], [5, 9, 4], [9, 7, 8]]), 4) == [9, 5, 3, 4]
 
 
 def test_patterns() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -29,7 +30,9 @@ from megagen.ir.plan import (
     BarrierPlan,
     BarrierUse,
     ChannelPlan,
+    GuessPlan,
     HeapPlan,
+    Hint,
     KernelPlan,
     LaunchPlan,
     Machine,
@@ -338,6 +341,10 @@ def test_a_recorded_figure_says_what_was_built(plan: Plan) -> None:
     text = device.notes(built, 30, 8, 50, bounded=True, step=step, launches=62)
     assert "16 tokens on 30 experts in a tree after 4096, new routing" in text
     assert "62 layers with the weights of 8 distinct layers in a CUDA graph" in text
+    guess = GuessPlan(top=4, hint=Hint.EVICT_NORMAL, first=True, ops=("down",), parameter="history")
+    guessing = dataclasses.replace(built, plan=built.plan.model_copy(update={"guess": guess}))
+    text = device.notes(guessing, 30, 8, 50, bounded=True, guessed=0.75)
+    assert "new routing each replay, with 3 of 4 guessed experts;" in text
     none = pipeline.Built(NO_GRAPH, plan.model_copy(update={"nominal_experts": 0}), (), "", {})
     text = device.notes(none, 0, 8, 50, bounded=False)
     assert text.startswith("g; ")
@@ -382,6 +389,7 @@ def test_nominal_routing_in_words(plan: Plan) -> None:
         ("load_weights", (768, 1024, 2), "last 25 % of a block's stages, at most 2 stages in flight"),
         ("load_weights", (256, 512, 2), "25 % to 50 % of a block's stages, at most 2 stages in flight"),
         ("prefetch_l2", (0, 256), "first 25 % of a block's stages into L2"),
+        ("prefetch_guess", (), "asks L2 for experts that the layer's last launch used most"),
         ("warm_code", (8,), "asks L2 for its own code, each piece in 8 blocks"),
         ("warm_next", (1,), "asks L2 for the code of the kernel that follows, each piece in 1 block"),
     ],

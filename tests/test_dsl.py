@@ -97,7 +97,8 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
     }.items():  # fmt: skip
         seen[name] = {plan.channel(channel).source.line}
     stream = plan.op("pooler").stream
-    assert stream is not None and plan.stamps is not None
+    assert stream is not None and plan.stamps is not None and plan.guess is not None
+    seen["guess"] = {plan.guess.source.line}
     seen["stamps"] = {plan.stamps.source.line}
     seen["hint"] = {stream.source.line}
     for program in plan.kernels[0].programs:
@@ -105,10 +106,12 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
             name = {
                 "load_weights": "loads", "math": "math", "reduce": "math", "finish": "finish", "select": "top_k",
                 "tables": "top_k", "compute": "norms", "reset": "reset", "trigger": "launch", "warm_code": "warm",
-                "warm_next": "warm_next",
+                "warm_next": "warm_next", "prefetch_guess": "guess",
             }.get(step.call)  # fmt: skip
             if step.call in ("wait_point", "signal_point"):
-                name = {"begin_gate_up": "l2", "begin_combine": "warm_next"}.get(step.barriers[0].barrier, "both")
+                name = {"begin_gate_up": "l2", "begin_combine": "warm_next", "begin_router": "guess"}.get(
+                    step.barriers[0].barrier, "both"
+                )
             if step.call == "prefetch_l2":
                 name = "both" if step.op == "unpooler" else "l2"
             if name:

@@ -58,6 +58,10 @@ CASES = {
     "layer-moved": Case(
         "muse_swa.py", layer(choices={"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"})
     ),
+    "layer-ahead": Case(
+        "muse_swa.py",
+        layer(choices={"experts_guess": "4", "next_keys": "combine", "warm_code": "4", "warm_next": "residual"}),
+    ),
     "layer-global": Case("muse_global.py", {"options": {"positions": 256, **small(2)}}, launches=3),
     "layer-global-counter": Case(
         "muse_global.py", {"options": {"positions": 256, **small(2)}, "choices": {"sync": "counter"}}
@@ -86,6 +90,8 @@ def expected(plan: Plan, program: ProgramPlan, step: StepPlan, stages: Counter[i
         loaded = sum(stages[s.index] for s in program.steps if s.index <= step.index)
         if loaded <= step.args[2]:
             known -= {Touch("wait", "barrier", plan.ring.full)}
+    if plan.guess is not None:  # which copy it is a word in it says: bytes of a tensor are not told apart
+        known -= {touch for touch in known if touch.name == plan.guess.parameter}
     if (step.op, step.call) == ("combine", "compute") and plan.channel("expert_out").kind not in COUNTED:
         known -= {Touch("read", "region", "table")}  # which says how many experts there are to count
     return known

@@ -15,6 +15,7 @@ from megagen.cli import pipeline
 from megagen.cli.pipeline import Request
 from megagen.errors import CheckError
 from megagen.ir.plan import Plan, StepPlan
+from megagen.runtime.decoder import Decoder
 
 WARMED = {"warm_code": "4", "warm_next": "combine"}
 LINE = 128
@@ -85,3 +86,38 @@ def test_every_line_is_asked_for_and_no_bit_changes(emulate: Any) -> None:
         if f.name in seen and f.verb == "prefetch":
             seen[f.name] |= {b // LINE for first, last in f.ranges for b in range(first, last)}
     assert seen == {name: set(range(lines)) for name in tensors}
+
+
+def test_a_launch_of_a_step_knows_which_kernel_follows() -> None:
+    """The last one is followed by the next step's first."""
+    names = ("first", "swa", "swa", "global", "last")
+    followed: list[tuple[str, str]] = []
+
+    class Rank:
+        def __init__(self, name: str) -> None:
+            self.name, self.plan = name, SimpleNamespace(params=[])
+
+        def allocate(self, name: str) -> object:
+            return SimpleNamespace()
+
+        def bind(self, given: dict[str, Any], *, then: Any) -> Any:
+            followed.append((self.name, then.name))
+            return SimpleNamespace(tensors=given)
+
+    class Fake(Decoder):
+        def _table(self, rank: Any) -> Any:
+            return None
+
+        def _ids(self, index: int, rank: Any) -> Any:
+            return None
+
+        def _run(self, step: Any, ids: Any) -> list[int]:
+            return []
+
+        def close(self) -> None: ...
+
+    config, first = SimpleNamespace(vocab=8), SimpleNamespace(tokens=4)
+    model: Any = SimpleNamespace(config=config, positions=8, names=names, plan=lambda index: first)
+    ranks: Any = [{name: Rank(name) for name in names}]
+    Fake(model, ranks, lambda launch, rank: {})
+    assert followed == [*zip(names, (*names[1:], names[0]), strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -46,6 +47,37 @@ def routes(
     # Dealing each expert's tokens in turn gives no token the same expert twice (load <= tokens), and each top_k.
     dealt = [expert for expert, n in zip(chosen, load, strict=True) for _ in range(n)]
     return _table([dealt[t::tokens] for t in range(tokens)], rng)
+
+
+def most_used(table: torch.Tensor, top: int) -> list[int]:
+    """The ``top`` ids that most tokens have, as a kernel remembers them: of two alike the lower one."""
+    load = Counter(int(e) for e in table.flatten().tolist())
+    return sorted(load, key=lambda e: (-load[e], e))[:top]
+
+
+class Draws:
+    """The routing of samples one after the other, by number.
+
+    ``top``: as many experts as a kernel guesses by the sample before, of which a share ``guessed`` is used again,
+    rounded to whole ones; 0: each table is drawn for itself.
+    """
+
+    def __init__(self, experts: int, tokens: int, top_k: int, *, pool: int, top: int = 0, guessed: float = 0.5) -> None:
+        self.experts, self.tokens, self.top_k, self.pool = experts, tokens, top_k, pool
+        self.top, self.guessed = top, guessed
+        self._drawn: list[torch.Tensor] = []
+
+    def __getitem__(self, sample: int) -> torch.Tensor:
+        while len(self._drawn) <= sample:
+            before = most_used(self._drawn[-1], self.top) if self._drawn and self.top else []
+            right = round(self.guessed * len(before))
+            self._drawn.append(
+                routes(
+                    self.experts, self.tokens, self.top_k, len(self._drawn), pool=self.pool, previous=before,
+                    overlap=right / self.experts if before else None,
+                )
+            )  # fmt: skip
+        return self._drawn[sample]
 
 
 def shared_one(tokens: int, top_k: int = TOP_K, seed: int = 0, *, pool: int = EXPERTS) -> torch.Tensor:

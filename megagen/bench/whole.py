@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megagen.bench.routes import routes
+from megagen.bench.routes import Draws
 from megagen.bench.timing import PRIME_CYCLES, Timing
 from megagen.errors import DeviceError
 from megagen.lower import distinct
@@ -85,6 +86,11 @@ def open_random(
     return decoder
 
 
+@lru_cache(maxsize=8)
+def _draws(experts: int, tokens: int, top_k: int, pool: int, top: int) -> Draws:
+    return Draws(experts, tokens, top_k, pool=pool, top=top)
+
+
 @dataclass(frozen=True)
 class Work:
     """A step of ``tokens`` after ``context`` numbers, its tokens on ``experts`` distinct experts in every layer."""
@@ -99,9 +105,10 @@ class Work:
         return cls(tokens, context, distinct(tokens, model.config.top_k))
 
     def table(self, model: Model, sample: int) -> torch.Tensor:
-        """The sample's routing."""
+        """The sample's routing. Where a layer guesses experts, half of these are right."""
         c = model.config
-        return routes(self.experts, self.tokens, c.top_k, sample, pool=c.experts)
+        top = max((kind.plan.guess.top for kind in model.kinds.values() if kind.plan.guess), default=0)
+        return _draws(self.experts, self.tokens, c.top_k, c.experts, top)[sample]
 
     def give(self, decoder: GpuDecoder, sample: int = 0) -> None:
         decoder.write(Step.chain(self.tokens, self.context), [2 + i for i in range(self.tokens)])

@@ -147,6 +147,7 @@ def time(
     from megagen.runtime.stack import Stack
 
     some = next(iter(builds.values()))
+    drawn = devices.draws((b.plan for b in builds.values()), experts)
     refused: dict[str, str] = {}
     with ExitStack() as stack:
         sessions: dict[str, Session] = {}
@@ -169,11 +170,11 @@ def time(
             graphs[name] = stacks[name].capture(restore=False)
 
         def timed(name: str) -> Timed:
-            return Timed(name, graphs[name].replay, layers, lambda i: devices.reroute(sessions[name], some, experts, i))
+            return Timed(name, graphs[name].replay, layers, lambda i: devices.reroute(sessions[name], drawn, i))
 
         def replay(name: str, index: int) -> Callable[[], Sequence[Mapping[str, torch.Tensor]]]:
             def outputs() -> Sequence[Mapping[str, torch.Tensor]]:
-                devices.reroute(sessions[name], some, experts, index)
+                devices.reroute(sessions[name], drawn, index)
                 stacks[name].restore()
                 graphs[name].replay()
                 try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from megagen.bench.measure import Row
+    from megagen.bench.routes import Draws
     from megagen.bench.timing import Timing
     from megagen.ir.plan import Plan
     from megagen.runtime.session import Session
@@ -99,11 +100,13 @@ def bench(
     *,
     bounded: bool = True,
     step: Step | None = None,
+    guessed: float = 0.5,
 ) -> Sheet:
     """Time the variants in turns: CUDA graphs over the same ``layers`` layers, routing drawn anew each replay.
 
     Each layer works on what the one before made. ``experts``: distinct ones of a launch, by default the plan's nominal
-    number; a graph may have none. ``step``: of all the plan's tokens, for layers with caches.
+    number; a graph may have none. ``step``: of all the plan's tokens, for layers with caches. ``guessed``: the share of
+    the experts that a plan guesses which are used again.
     """
     from megagen.bench import measure
     from megagen.bench.inputs import Inputs
@@ -115,6 +118,7 @@ def bench(
     graph, plan = some.graph, some.plan
     experts = experts or plan.nominal_experts
     routed = nominal(plan, experts)
+    drawn = draws((b.plan for b in built.values()), experts, guessed)
     target = measurements(plan.name) if record else None
     with ExitStack() as stack:
         sessions = {
@@ -132,7 +136,7 @@ def bench(
             stacks.append(Stack(session, packed, inputs.ranks))
             session.set_step(inputs.step)
             replay = stacks[-1].capture(restore=False)
-            return Variant(name, replay.replay, layers, lambda sample: reroute(session, some, experts, sample))
+            return Variant(name, replay.replay, layers, lambda sample: reroute(session, drawn, sample))
 
         timings = interleave([variant(*s) for s in sessions.items()], rounds=rounds, warmup=WARMUP, progress=progress)
         for session in sessions.values():
@@ -145,7 +149,7 @@ def bench(
             experts=experts or None,
             what=f"{graph.attributes['figure']}.{timing.name}",
             command=command,
-            notes=notes(some, experts, layers, timing.samples, bounded=bounded, step=step),
+            notes=notes(some, experts, layers, timing.samples, bounded=bounded, step=step, guessed=guessed),
         )
 
     figures = {name: figure(timing) for name, timing in timings.items()}
@@ -181,6 +185,7 @@ def bench_step(
     *,
     bounded: bool = True,
     step: Step | None = None,
+    guessed: float = 0.5,
 ) -> Sheet:
     """Time one CUDA graph over all layers of the model, with ``layers`` distinct weights in turn, and the host's part:
     telling the device what to work on and replaying the graph."""
@@ -194,6 +199,7 @@ def bench_step(
 
     graph, plan, count = built.graph, built.plan, whole(built)
     experts = experts or plan.nominal_experts
+    drawn = draws([plan], experts, guessed)
     target = measurements(plan.name) if record else None
     path = built.artifacts[plan.machine.arch].path
     with Session(plan, path, timeout_ms=2000 if bounded else 0) as session:
@@ -202,7 +208,7 @@ def bench_step(
         session.set_step(inputs.step)
         name = f"layers{count}"
         replay = stack.capture(restore=False)
-        variant = Variant(name, replay.replay, count, lambda sample: reroute(session, built, experts, sample))
+        variant = Variant(name, replay.replay, count, lambda sample: reroute(session, drawn, sample))
         timing = interleave([variant], rounds=rounds, warmup=WARMUP, progress=progress)[name]
 
         def work() -> None:
@@ -221,7 +227,9 @@ def bench_step(
             per=per,
             what=f"step.{of.name}",
             command=command,
-            notes=notes(built, experts, layers, of.samples, bounded=bounded, step=step, launches=count),
+            notes=notes(
+                built, experts, layers, of.samples, bounded=bounded, step=step, launches=count, guessed=guessed
+            ),
         )
 
     least = measure.floor_us(plan, experts or None)
@@ -259,11 +267,22 @@ def random_weights(
     return found
 
 
-def reroute(session: Session, built: Built, experts: int, sample: int, tokens: int | None = None) -> None:
-    """Draw the sample's routing, if there is any. ``tokens``: of a launch, if not all the plan's."""
-    if built.plan.nominal_experts:
-        tokens = tokens or built.graph.tokens
-        session.set_route_override(table(session.experts, session.top_k, experts, tokens, sample))
+def draws(plans: Iterable[Plan], experts: int, guessed: float = 0.5, tokens: int | None = None) -> Draws | None:
+    """The routing of samples, if there is any; the same for all ``plans``. ``tokens``: if not all of theirs."""
+    from megagen.bench.routes import Draws
+
+    some = [*plans]
+    route = next((op.constants for op in some[0].ops if op.kind == "top_k"), None)
+    if route is None:
+        return None
+    top = max(plan.guess.top if plan.guess else 0 for plan in some)
+    pool, top_k = int(route["kExperts"]), int(route["kTopK"])
+    return Draws(experts, tokens or some[0].tokens, top_k, pool=pool, top=top, guessed=guessed)
+
+
+def reroute(session: Session, drawn: Draws | None, sample: int) -> None:
+    if drawn is not None:
+        session.set_route_override(drawn[sample])
 
 
 def notes(
@@ -277,18 +296,20 @@ def notes(
     launches: int | None = None,
     gpus: int = 1,
     tokens: int | None = None,
+    guessed: float = 0.5,
 ) -> str:
     """What a recorded figure is of, beyond the plan's name. ``launches``: of a replay, if not one a distinct layer.
     ``gpus``: with a live rank each. ``tokens``: of a launch, if not all the plan's."""
     plan = built.plan
+    new = ", new routing each replay" if plan.nominal_experts else ""
+    if plan.guess is not None:
+        new += f", with {round(guessed * plan.guess.top)} of {plan.guess.top} guessed experts"
     of = "" if launches is None else f"{counted(launches, 'layer')} with the weights of "
     return "; ".join(
         (
             computed(plan, built.options),
             f"tp {plan.tp} on {'one GPU' if gpus == 1 else f'{gpus} GPUs'}, stand-ins for the other ranks",
-            nominal(plan, experts, tokens)
-            + placed(step)
-            + (", new routing each replay" if plan.nominal_experts else ""),
+            nominal(plan, experts, tokens) + placed(step) + new,
             f"{of}{counted(layers, 'distinct layer')} in a CUDA graph, {counted(replays, 'replay')}",
             "bounded waits" if bounded else "unbounded waits",
         )

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megagen.cli.sheets import Column, Sheet, counted, megabytes, size, span
-from megagen.ir.plan import WARMS, Plan, Source, StepPlan
+from megagen.ir.plan import PREFETCH_GUESS, WARMS, Plan, Source, StepPlan
 
 LAUNCH = "launch"  # the column of steps that belong to no op
 MBARRIER_BYTES = 8
@@ -52,6 +52,8 @@ def words(step: StepPlan) -> str:
         op = use.barrier.removeprefix(BEGIN if begins else POINT)
         what = f"{op} {'begins' if begins else 'is done'} in the block"
         return f"{'waits until' if step.call == 'wait_point' else 'says that'} {what}"
+    if step.call == PREFETCH_GUESS:
+        return "asks L2 for experts that the layer's last launch used most"
     if step.call in WARMS:
         whose = "its own code" if step.call == "warm_code" else "the code of the kernel that follows"
         return f"asks L2 for {whose}, each piece in {counted(step.args[0], 'block')}"
@@ -264,7 +266,7 @@ def loads(plan: Plan) -> Sheet:
         for kernel in plan.kernels
         for program in kernel.programs
         for step in program.steps
-        if plan.loads(step) or step.call in ("prefetch_l2", "wait_point", "signal_point", *WARMS)
+        if plan.loads(step) or step.call in ("prefetch_l2", "wait_point", "signal_point", PREFETCH_GUESS, *WARMS)
     ]
     return Sheet(
         "loads",

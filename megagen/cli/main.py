@@ -96,6 +96,10 @@ Context = Annotated[
     typer.Option("--context", min=0, help="Tokens in the caches before the launch's, for a layer that has caches."),
 ]
 Tree = Annotated[bool, typer.Option("--tree", help="The launch's tokens are a random tree, not a chain.")]
+Guessed = Annotated[
+    float,
+    typer.Option("--guessed", min=0, max=1, help="Share of the experts guessed by a schedule that are used again."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output and nothing else.")]
 
 
@@ -328,6 +332,7 @@ def bench(
         typer.Option("--sweep", metavar="NAME=VALUES", help="Time launches of several experts, context or tokens."),
     ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays that count.")] = 50,
+    guessed: Guessed = 0.5,
     unbounded: Annotated[bool, typer.Option("--unbounded", help="Compile the bound of waits out.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
     as_json: Json = False,
@@ -362,7 +367,7 @@ def bench(
     command = _command()
     some = next(iter(built.values()))
     with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds, 1 + whole)) as progress:
-        how: dict[str, Any] = {"bounded": not unbounded, "step": step}
+        how: dict[str, Any] = {"bounded": not unbounded, "step": step, "guessed": guessed}
         if whole:
             sheet = device.bench_step(some, experts, layers, rounds, command, record, progress, **how)
         else:
@@ -486,6 +491,7 @@ def trace(
     layers: Annotated[int, typer.Option("--layers", min=1, help="Distinct layers of a replay.")] = 8,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays without and with stamps, to compare.")] = 30,
     replays: Annotated[int, typer.Option("--replays", min=1, help="Replays to record.")] = 5,
+    guessed: Guessed = 0.5,
     emulate: Annotated[bool, typer.Option("--emulate", help="Record a tiny layer in the emulator.")] = False,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The emulator's interleaving.")] = 0,
     name: Annotated[str | None, typer.Option("--name", help="What to call the run.")] = None,
@@ -531,7 +537,7 @@ def trace(
         with _working(f"tracing {built.plan.name}", tracing.steps(layers, rounds, replays)) as progress:
             found = tracing.record(
                 plain, built, settings, gpus=ranks, layers=layers, rounds=rounds, replays=replays,
-                target=target, progress=progress, **more,
+                target=target, progress=progress, guessed=guessed, **more,
             )  # fmt: skip
     kept = _suffixed(base, ".trace")
     found.save(kept)

@@ -122,13 +122,13 @@ def time(
         def variant(point: Point) -> Variant:
             inputs = Inputs.random(graph, 1, point.tokens, 0, session.device, point.step)
             stacks.append(Stack(session, packed, inputs.ranks))
-            step = inputs.step
+            step, drawn = inputs.step, devices.draws([plan], point.experts, tokens=point.tokens)
             session.set_step(step)
             replay = stacks[-1].capture(restore=False)
 
             def before(sample: int) -> None:
                 session.set_step(step)
-                devices.reroute(session, built, point.experts, sample, point.tokens)
+                devices.reroute(session, drawn, sample)
 
             progress()
             return Variant(point.name, replay.replay, layers, before)

@@ -44,11 +44,12 @@ def record(
     progress: Callable[[], None],
     step: Step | None,
     target: Path | None = None,
+    guessed: float = 0.5,
 ) -> Trace:
     """Time a stack of ``layers`` without and with stamps in turns, ``rounds`` times; then record ``replays`` of it.
 
-    A live rank on each of ``gpus``, the others stood in for; routing drawn anew each replay. ``target``: a file of
-    measurements, for both times.
+    A live rank on each of ``gpus``, the others stood in for; routing drawn anew each replay, with a share ``guessed``
+    of the experts that the plan guesses. ``target``: a file of measurements, for both times.
     """
     import torch
 
@@ -64,7 +65,7 @@ def record(
 
     graph, plan, ranks = stamped.graph, stamped.plan, range(gpus)
     experts = experts or plan.nominal_experts
-    arch = plan.machine.arch
+    arch, drawn = plan.machine.arch, devices.draws([plan], experts, guessed)
     with _live(plain, gpus) as without, _live(stamped, gpus) as live:
         home = torch.device("cuda", 0)
         given = Inputs.random(graph, gpus, graph.tokens, 0, home, step)
@@ -75,8 +76,9 @@ def record(
             progress()
 
         def reroute(on: Session | Group, sample: int) -> None:
-            for rank in on.ranks if plan.nominal_experts else ():
-                rank.set_route_override(devices.table(rank.experts, rank.top_k, experts, graph.tokens, sample))
+            if drawn is not None:
+                for rank in on.ranks:
+                    rank.set_route_override(drawn[sample])
 
         def variant(name: str, on: Session | Group) -> tuple[Variant, Stack]:
             stack = Stack(on, packed, inputs)
@@ -104,7 +106,7 @@ def record(
             progress()
         after = offset.measure(list(ranks), arch, settings)
 
-    notes = devices.notes(stamped, experts, layers, rounds, bounded=True, step=step, gpus=gpus)
+    notes = devices.notes(stamped, experts, layers, rounds, bounded=True, step=step, gpus=gpus, guessed=guessed)
     if target is not None:
         figure, kind = graph.attributes["figure"], "fused" if plan.fused else "unfused"
         names = {"plain": f"{figure}.{kind}", "stamped": f"{figure}.{kind}.stamped"}

@@ -105,6 +105,11 @@ NOBITS = 8  # a section that takes no room in the file
 
 def sections(cubin: bytes) -> dict[str, bytes]:
     """Sections of an ELF64 file by name. ``.text.<kernel>`` is a kernel's machine code."""
+    return {name: cubin[offset : offset + size] for name, (offset, size) in spans(cubin).items()}
+
+
+def spans(cubin: bytes) -> dict[str, tuple[int, int]]:
+    """Offset and bytes of each section; none of those that only reserve memory."""
     if cubin[:5] != b"\x7fELF\x02":
         raise CompileError("the compiler's output is not a cubin (ELF64)")
     (start,) = struct.unpack_from("<Q", cubin, 0x28)
@@ -113,7 +118,7 @@ def sections(cubin: bytes) -> dict[str, bytes]:
     _, _, _, _, strings, length = table[names]
     pool = cubin[strings : strings + length]
     return {
-        pool[name : pool.index(b"\0", name)].decode(): b"" if kind == NOBITS else cubin[offset : offset + length]
+        pool[name : pool.index(b"\0", name)].decode(): (offset, 0 if kind == NOBITS else length)
         for name, kind, _, _, offset, length in table
     }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megagen.compile.report import sections
+from megagen.compile.report import sections, spans
 from megagen.errors import DeviceError
 
 CODE_ALIGNMENT = 128
@@ -166,6 +166,23 @@ class ParameterBlock:
         return self._data.raw
 
 
+FUNC_DESC, ADDRESS = 0x23, 2  # relocations R_CUDA_FUNC_DESC_64 and R_CUDA_64
+
+
+def telling(cubin: bytes) -> bytes:
+    """``cubin`` with the addresses of kernels where its variables ask for their descriptors.
+
+    What a variable that begins as ``&kernel`` gets is an index for launches from the device (0 without the device
+    runtime). An address is what debug information asks for, of the same symbol, by another relocation.
+    """
+    patched = bytearray(cubin)
+    offset, size = spans(cubin).get(".rela.nv.global.init", (0, 0))
+    for at in range(offset + 8, offset + size, 24):  # offset, kind and symbol, addend
+        if int.from_bytes(cubin[at : at + 4], "little") == FUNC_DESC:
+            patched[at : at + 4] = ADDRESS.to_bytes(4, "little")
+    return bytes(patched)
+
+
 class Module:
     """A cubin loaded into the current context."""
 
@@ -175,7 +192,7 @@ class Module:
         except OSError as e:
             raise DeviceError(f"cannot read the cubin {path}: {e.strerror}", hint="build it again") from e
         self.path = path
-        self._handle: Any = call(f"loading {path.name}", api().cuModuleLoadData, image)
+        self._handle: Any = call(f"loading {path.name}", api().cuModuleLoadData, telling(image))
 
     def kernel(self, name: str, geometry: Geometry) -> Kernel:
         tried = f"looking up kernel {name} in {self.path.name}"

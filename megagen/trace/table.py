@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megagen.errors import MegagenError
-from megagen.ir.plan import ChannelPlan, Plan, Source, StepPlan
+from megagen.ir.plan import PREFETCH_GUESS, ChannelPlan, Plan, Source, StepPlan
 from megagen.ir.touches import ACCUM_FULL
 from megagen.trace.model import RING_LOADS
 from megagen.trace.spans import Kind, Trace
@@ -19,7 +19,8 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-LOADS = (*RING_LOADS, "prefetch_l2")  # calls that ask for what streams
+INTO_L2 = ("prefetch_l2", PREFETCH_GUESS)
+LOADS = (*RING_LOADS, *INTO_L2)  # calls that ask for what streams
 IDLE = ("attach", "drain")  # services that only wait, which no span says
 LEAD = 700  # ns: between waits for one thing less is done than this, though code may have to come
 NEVER = np.iinfo("i8").max

@@ -22,6 +22,7 @@ from megagen.trace import hbm, model, path
 from megagen.trace.cover import Cover
 from megagen.trace.spans import Facts, Trace
 from megagen.trace.table import (
+    INTO_L2,
     LOADS,
     Bools,
     Floats,
@@ -197,7 +198,7 @@ class _Sums:
             first, last, nbytes = asked[:, :, i].transpose(1, 0, 2)
             if np.isfinite(first).any():
                 yield model.Loads(
-                    into="l2" if self.names.roles[i][1] == "prefetch_l2" else "ring", begin=_stat(first),
+                    into="l2" if self.names.roles[i][1] in INTO_L2 else "ring", begin=_stat(first),
                     end=_stat(last), bytes=int(np.median(np.nansum(self._ranks(nbytes), axis=-1))),
                     blocks=self._count(first),
                 )  # fmt: skip
@@ -393,6 +394,8 @@ def _called(call: str, ops: list[str]) -> str:
             return f"loads for {' and '.join(ops)}"
         case "prefetch_l2", _:
             return f"asks L2 for {' and '.join(ops)}"
+        case "prefetch_guess", _:
+            return f"asks L2 for guesses of {' and '.join(ops)}"
         case "reset", _:
             return "reset"
         case _, [_, _, _, *_]:

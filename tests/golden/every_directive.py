@@ -17,8 +17,10 @@ from megagen.dsl import (
     evict_first,
     evict_last,
     flag,
+    in_l2,
     lamport,
     mbarrier,
+    previous_step,
 )
 from megagen.models import muse_spark
 
@@ -44,6 +46,8 @@ def schedule(machine: Machine, tp: int = 8, tokens: int = 16, choices: dict[str,
     s.prefetch(g.unpooler.weight, into=ring | L2, share=1 / 4, by=s.warp(1), during=g.down)  # @both
     s.prefetch(g.down.weight, into=L2, share=1 / 2, by=s.warp(3), before=g.gate_up)  # @l2
     s.prefetch(g.pooler.weight, into=ring, share=1)
+    s.prefetch(g.gate_up.weight, into=L2, experts=previous_step(top=4), by=s.warp(3), during=g.router)  # @guess
+    s.experts_first(g.top_k, in_l2)
     s.warm_code(by=s.warp(1), blocks=6)  # @warm
     s.warm_code(by=s.warp(3), next=True, before=g.combine)  # @warm_next
     s.sync(g.pre_ffn_norm >> g.router, counter())  # @counter

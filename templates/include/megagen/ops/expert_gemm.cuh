@@ -139,33 +139,60 @@ struct ExpertGemm {
         ctx.stamps.prefetches(ctx, (mine.last - mine.first) * Op::kStageBytes);
     }
 
+    // A run's tiles, those of one table entry at a time.
+    struct Walk {
+        Run run;
+        u32 part = 0;
+        u32 tile;
+        u32 used = 0; // the entry at hand and how many tiles of it
+        u32 count = 0;
+
+        __device__ __forceinline__ explicit Walk(const Run& all)
+            : run(all)
+            , tile(all.of(0).first) {}
+
+        __device__ __forceinline__ bool next() {
+            while (Run::kParts > 1 && part + 1 < Run::kParts && tile >= run.of(part).last) tile = run.of(++part).first;
+            const u32 last = run.of(part).last;
+            if (tile >= last) return false;
+            used = tile / kTilesPerExpert;
+            const u32 end = (used + 1) * kTilesPerExpert;
+            count = (end < last ? end : last) - tile;
+            tile += count;
+            return true;
+        }
+    };
+
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void math(Ctx& ctx) {
         if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return;
         const ExpertTable table = Op::Table::get(ctx);
-        const Run run = Tiles::run(ctx);
+        Walk walk(Tiles::run(ctx));
+        const u32 slice = ctx.warp - kFirstWarp;
+        if constexpr (kKept) {
+            kept_math(ctx, table, walk, slice);
+        } else {
 #pragma unroll 1
-        for (u32 part = 0; part < Run::kParts; ++part) {
-            const Range mine = run.of(part);
-#pragma unroll 1
-            for (u32 tile = mine.first; tile < mine.last;) {
-                const u32 used = tile / kTilesPerExpert;
-                const u32 end = (used + 1) * kTilesPerExpert < mine.last ? (used + 1) * kTilesPerExpert : mine.last;
-                if (!expert_math<kFirstWarp>(ctx, table, used, end - tile)) return;
-                tile = end;
+            while (walk.next()) {
+                if (!expert_math(ctx, table, walk, slice)) return;
             }
         }
     }
 
-    // n tiles of one table entry: its tokens stay in registers.
-    template <u32 kFirstWarp, class Ctx>
-    MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, u32 used, u32 n) {
-        const u32 slice = ctx.warp - kFirstWarp;
-        const u32 column = ctx.lane / 4; // one without a token multiplies the first one's: nobody takes what it makes
+    // Where this lane's part of an entry's inputs begins. A column without a token multiplies the first one's: nobody
+    // takes what it makes.
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 input_of(const Ctx& ctx, const ExpertTable& table, u32 used, u32 slice) {
+        const u32 column = ctx.lane / 4;
         const u32 entry = table.entry(used, column < table.count(used) ? column : 0);
-        const u32 row[1] = {(Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK +
-                            slice * kGroups * kGroup};
-        if constexpr (kKept) return kept_math(ctx, slice, row, n);
+        return (Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK +
+               slice * kGroups * kGroup;
+    }
+
+    // The tiles of one table entry: its tokens stay in registers.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, const Walk& walk, u32 slice) {
+        const u32 row[1] = {input_of(ctx, table, walk.used, slice)}, n = walk.count;
         u32 b[kStagesPerTile][kGroups][1][kGroupWords];
         if (!load_operand<typename Op::In, kStagesPerTile * kGroups, 1>(
                 ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }))
@@ -199,30 +226,42 @@ struct ExpertGemm {
         return true;
     }
 
-    // The same with what a warp multiplies by in its part of shared memory, where each lane finds what it has put.
+    // All tiles, with what a warp multiplies by in its part of shared memory, where each lane finds what it has put.
+    // The next entry's tokens are on their way during the last tile of the one before.
     template <class Ctx>
-    MEGAGEN_DEVICE bool kept_math(Ctx& ctx, u32 slice, const u32 (&row)[1], u32 n) {
+    MEGAGEN_DEVICE void kept_math(Ctx& ctx, const ExpertTable& table, Walk& walk, u32 slice) {
+        constexpr u32 kVectors = 2 * kGroups;
         const u32 operand = ctx.shared + Ctx::Kernel::kOperands + slice * kGroups * 1024 + ctx.lane * 16;
-        {
-            u32 b[kGroups][1][kGroupWords];
-            if (!load_operand<typename Op::In, kGroups, 1>(ctx, b[0][0], row, [](u32 i) { return i * kGroup; }))
-                return false;
-#pragma unroll
-            for (u32 i = 0; i < kGroups * 2; ++i) {
-                const u32* v = b[i / 2][0] + i % 2 * 4;
-                ptx::st_shared_v4(operand + i * 512, uint4{v[0], v[1], v[2], v[3]});
-            }
+        const auto all = [](u32) { return true; };
+        uint4 v[kVectors];
+        u32 row = 0;
+        const auto index = [&](u32 i) {
+            return static_cast<u64>(row + ctx.lane % 4 * 16) + (i / 2 * kGroup + i % 2 * 8);
+        };
+        bool more = walk.next();
+        if (more) {
+            row = input_of(ctx, table, walk.used, slice);
+            Op::In::begin_read(ctx, v, all, index);
         }
 #pragma unroll 1
-        for (u32 i = 0; i < n; ++i) {
-            Accumulators<1> acc;
-            if (!Ctx::Ring::acquire(ctx)) return false;
-            Weights::template multiply_kept<kGroups, 1>(acc, Ctx::Ring::stage(ctx) + slice * kSliceBytes, ctx.lane,
-                                                        operand);
-            Ctx::Ring::release(ctx, acc.sum(0, 0));
-            if (!Ctx::Accum::put(ctx, slice, acc)) return false;
+        while (more) {
+            if (!Op::In::end_read(ctx, v, all, index)) return;
+#pragma unroll
+            for (u32 i = 0; i < kVectors; ++i) ptx::st_shared_v4(operand + i * 512, v[i]);
+            const u32 n = walk.count;
+            more = walk.next();
+            if (more) row = input_of(ctx, table, walk.used, slice);
+#pragma unroll 1
+            for (u32 i = 0; i < n; ++i) {
+                if (i + 1 == n) Op::In::begin_read(ctx, v, all, index);
+                Accumulators<1> acc;
+                if (!Ctx::Ring::acquire(ctx)) return;
+                Weights::template multiply_kept<kGroups, 2>(acc, Ctx::Ring::stage(ctx) + slice * kSliceBytes, ctx.lane,
+                                                            operand);
+                Ctx::Ring::release(ctx, acc.sum(0, 0));
+                if (!Ctx::Accum::put(ctx, slice, acc)) return;
+            }
         }
-        return true;
     }
 
     // What stays the same for all tiles of a table entry: this lane's token of it, and the second-level scales.

@@ -86,14 +86,15 @@ MEGAGEN_DEVICE float warp_sum(float x) {
 }
 
 // Sums kN values over the eight warps of a group, ascending. `round` counts calls on this barrier; scratch holds two
-// rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads.
+// rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may store:
+// what a warp writes nobody reads before that warp has arrived.
 template <class Group, u32 kN, class Ctx>
 MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
     const u32 base = scratch + round % 2 * (kSlices * kN * 4);
 #pragma unroll
     for (u32 i = 0; i < kN; ++i) {
         x[i] = warp_sum(x[i]);
-        if (ctx.lane == 0 && !ctx.dry) ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);
+        if (ctx.lane == 0) ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);
     }
     Barrier<Group>::arrive(ctx, 0);
     if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;

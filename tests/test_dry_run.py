@@ -36,12 +36,15 @@ from test_emulate_swa import differing, few, small
 from megagen import resources
 from megagen.check import check
 from megagen.cli import pipeline
+from megagen.compile import compile_source
+from megagen.compile.report import sections
 from megagen.dsl import load
 from megagen.emit import emit
 from megagen.errors import CheckError
 from megagen.ir.plan import Plan
 from megagen.lower import lower
 from megagen.runtime.step import Step
+from megagen.settings import Settings
 
 LAUNCH = "    s.launch("
 ALL = "s.dry_run(*(op for op in (getattr(g, o.name) for o in g.ops)))"
@@ -100,6 +103,28 @@ def test_what_has_an_effect_is_not_rehearsed(call: str) -> None:
     broken = plan.model_copy(update={"kernels": (kernel.model_copy(update={"programs": tuple(programs)}),)})
     with pytest.raises(CheckError, match=rf"rehearses (\w+\.)?{call}, which would have an effect \[roles\]"):
         check(broken)
+
+
+# -- machine code ----------------------------------------------------------------------------------------------------
+
+
+def code(path: Path | str, headers: dict[str, str]) -> bytes:
+    plan, settings = lower(load(path)), Settings.from_env()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resources, "headers", lambda: headers)
+        found = compile_source(emit(plan), kernels=[plan.name], archs=["sm_90a"], settings=settings)["sm_90a"]
+    return sections(found.path.read_bytes())[f".text.{plan.name}"]
+
+
+def test_it_costs_nothing_where_nothing_is_rehearsed_and_little_where_it_is(everything: Path) -> None:
+    """Without: the code of headers in which the flag is a constant. With: both passes are the same code."""
+    bare, kernel = dict(resources.headers()), "megagen/kernel.cuh"
+    bare[kernel], n = re.subn(r"bool dry = false;", "static constexpr bool dry = false;", bare[kernel])
+    bare[kernel], m = re.subn(r"^ +dry = .*;\n", "", bare[kernel], flags=re.M)
+    assert (n, m) == (1, 3)
+    without = code(resources.schedules() / "muse_moe.py", dict(resources.headers()))
+    assert len(without) > 100_000 and without == code(resources.schedules() / "muse_moe.py", bare)
+    assert len(without) < len(code(everything, dict(resources.headers()))) < 1.1 * len(without)
 
 
 # -- bits ------------------------------------------------------------------------------------------------------------

@@ -75,12 +75,6 @@ MEGAGEN_DEVICE u32 smid() {
 // The step of its program that a warp is at: the emulator's twin notes it.
 using Step = u32;
 
-// No instruction: a value of which the compiler knows nothing any more.
-MEGAGEN_DEVICE u32 opaque(u32 v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
-
 // No instruction: a reader says that none of these words is the one that means "not yet written".
 MEGAGEN_DEVICE void expect_none(uint4 v, u32 empty) {}
 

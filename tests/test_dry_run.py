@@ -196,9 +196,11 @@ MUTANTS = {
         BARRIER, f"{ONE_LANE} ptx::mbarrier", f"{UNGUARDED} ptx::mbarrier", kinds="unwritten race"
     ),
     "barrier: hands back": without(BARRIER, "leader && !ctx.dry", "leader", kinds="deadlock race unwritten"),
-    "accumulators: takes": without(FORMAT, "if (!ctx.dry) part[s]", "part[s]", kinds="unwritten race"),
+    "accumulators: takes": without(
+        FORMAT, "address(ctx, s, tile), ctx.dry)", "address(ctx, s, tile))", kinds="unwritten race"
+    ),
     "accumulators: the next slot": without(FORMAT, "if (!ctx.dry) ctx.accum", "ctx.accum", kinds="deadlock race"),
-    "sum: loads": without(ROW, "low = ctx.dry ? float4{} : ptx::", "low = ptx::", kinds="unwritten race"),
+    "sum: loads": without(ROW, "base + i * kSlices * 4, ctx.dry)", "base + i * kSlices * 4)", kinds="unwritten race"),
     "tables: entries": without(TOP_K, "if (!ctx.dry) // two lanes may have found the same place\n", "\n", kinds="race"),
     "experts: whose tokens": without(EXPERT, "ctx.dry || token <", "token <", kinds="race unwritten"),
     "experts: which tiles": without(EXPERT, "ctx.dry ? Range{0, 1} : Tiles", "Tiles", kinds="race unwritten"),

@@ -100,8 +100,8 @@ MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float 
     if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
 #pragma unroll
     for (u32 i = 0; i < kN; ++i) {
-        const float4 low = ctx.dry ? float4{} : ptx::ld_shared_f4(base + i * kSlices * 4),
-                     high = ctx.dry ? float4{} : ptx::ld_shared_f4(base + i * kSlices * 4 + 16);
+        const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4, ctx.dry),
+                     high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16, ctx.dry);
         x[i] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
     }
     return true;

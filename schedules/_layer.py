@@ -19,7 +19,9 @@ from megagen.dsl import (
     counter,
     evict_first,
     flag,
+    in_l2,
     lamport,
+    previous_step,
 )
 
 WARPS = 12
@@ -64,6 +66,21 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
         # While attention runs the ring fills with o_proj's weights: as many as it holds, or a quarter of them.
         s.prefetch(g.o_proj.weight, into=ring, share=1 / 4, during=g.attention)
 
+    # Before the routing is known HBM has time for experts: those that the layer used most a step ago may be used again.
+    guess = s.choice("experts_guess", "off", "4", "8", "14")
+    if guess != "off":
+        for op in (g.gate_up, g.down):
+            s.prefetch(op.weight, into=L2, experts=previous_step(top=int(guess)), by=finisher, during=g.attention)
+        s.experts_first(g.top_k, in_l2)
+
+    # Machine code passes through L2, where weights push it out; who has nothing to do when a launch begins asks for it.
+    warm = s.choice("warm_code", "off", "4", "16")
+    if warm != "off":
+        s.warm_code(by=tables, blocks=int(warm))
+    ahead = s.choice("warm_next", "off", "combine", "residual")
+    if ahead != "off":
+        s.warm_code(by=tables, next=True, before=getattr(g, ahead))
+
     kind = s.choice("sync", "lamport", "counter", "cluster", "flag")
     others = {"counter": counter(), "cluster": cluster(), "flag": flag()}
     partials = others.get(kind, lamport(ALL_ONES, reset=by_reader))
@@ -103,6 +120,10 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
             above, below = map(int, share.split("/"))
             s.prefetch(g.next_qkvg.weight, into=ring | L2, share=above / below, by=finisher, before=point)
         s.assign(g.next_heads, write=math)
+        # What the next layer's window holds, 1 MB a rank at TP8, has left L2 since the last step.
+        keys = s.choice("next_keys", "off", "combine", "residual")
+        if keys != "off" and g.op("next_heads").held:
+            s.prefetch(g.next_heads, into=L2, by=tables, before=points[keys])
         s.sync(g.residual >> g.next_qkvg, local)
         s.sync(g.next_qkvg >> g.next_heads, handed)
 

@@ -112,6 +112,7 @@ class _Facts:
         self.streams = dict(sorted(stages, key=lambda s: s[1]))  # the larger one counts
         self.streams = {op: self.streams[op] for op in self.ops if op in self.streams}
         self.gemms = [op.name for op in full.ops if op.stage() is not None and "weight" in op.weights]
+        self.held = [op.name for op in full.ops if op.held]
         self.ahead = any(isinstance(op, GlobalAttention) for op in full.ops)
         self.own = sum(-(-size // ALIGNED) * ALIGNED for op in full.ops for size in op.shared().values())
         local = {t.name for t in full.tensors.values() if t.scope is Scope.BLOCK}
@@ -324,6 +325,14 @@ class _Draft:
             if where == "ring | L2":
                 share = self.number(0, 1024)
                 self.say(f"s.prefetch({weight}, into=ring | L2, share={share} / 1024, {self.asked(op, i)})")
+
+        for op in self.known.held:
+            if self.maybe():
+                self.say(f"s.prefetch(g.{op}, into=L2, {self.asked('', len(self.known.ops))})")
+        if self.maybe():
+            self.say(f"s.warm_code(by=s.warp({self.number(0, self.warps - 1)}), blocks={self.number(1, 200)})")
+        if self.number(0, 3) == 3:
+            self.say(f"s.warm_code(next=True, {self.asked('', len(self.known.ops))})")
 
     def point(self, op: int) -> str:
         """During or before an op, or one of its roles: all the same."""

@@ -382,6 +382,8 @@ def test_nominal_routing_in_words(plan: Plan) -> None:
         ("load_weights", (768, 1024, 2), "last 25 % of a block's stages, at most 2 stages in flight"),
         ("load_weights", (256, 512, 2), "25 % to 50 % of a block's stages, at most 2 stages in flight"),
         ("prefetch_l2", (0, 256), "first 25 % of a block's stages into L2"),
+        ("warm_code", (8,), "asks L2 for its own code, each piece in 8 blocks"),
+        ("warm_next", (1,), "asks L2 for the code of the kernel that follows, each piece in 1 block"),
     ],
 )
 def test_shares_in_words(call: str, args: tuple[int, ...], text: str) -> None:

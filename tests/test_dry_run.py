@@ -168,15 +168,15 @@ MUTANTS = {
     "publish: a flag": without(CHANNEL, f"{ONE_LANE} {{\n", f"{UNGUARDED} {{\n", kinds="race", on=Variant(FLAG)),
     "read: plain loads": without(
         CHANNEL,
-        "if (wanted(i) && !ctx.dry) v[i] = load(",
-        "if (wanted(i)) v[i] = load(",
+        "wanted(i) && !ctx.dry ? load(",
+        "wanted(i) ? load(",
         kinds="race",
         on=Variant(COUNTER),
     ),
     "read: of the cluster": without(
         CHANNEL,
-        "if (wanted(i) && !ctx.dry) v[i] = ptx::",
-        "if (wanted(i)) v[i] = ptx::",
+        "wanted(i) && !ctx.dry ? ptx::",
+        "wanted(i) ? ptx::",
         kinds="unwritten race",
         on=Variant(CLUSTER),
     ),
@@ -203,7 +203,7 @@ MUTANTS = {
     "sum: loads": without(ROW, "base + i * kSlices * 4, ctx.dry)", "base + i * kSlices * 4)", kinds="unwritten race"),
     "tables: entries": without(TOP_K, "if (!ctx.dry) // two lanes may have found the same place\n", "\n", kinds="race"),
     "experts: whose tokens": without(EXPERT, "ctx.dry || token <", "token <", kinds="race unwritten"),
-    "experts: which tiles": without(EXPERT, "ctx.dry ? Range{0, 1} : Tiles", "Tiles", kinds="race unwritten"),
+    "experts: which tiles": without(EXPERT, "ctx.dry ? Run{{{0, 1}}} : Tiles", "Tiles", kinds="race unwritten"),
     "experts: whose scale": without(EXPERT, "ctx.dry ? 0 : table", "table", kinds="race unwritten"),
 }
 RELEASE = without(

@@ -104,12 +104,13 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
         for step in program.steps:
             name = {
                 "load_weights": "loads", "math": "math", "reduce": "math", "finish": "finish", "select": "top_k",
-                "tables": "top_k", "compute": "norms", "reset": "reset", "trigger": "launch",
+                "tables": "top_k", "compute": "norms", "reset": "reset", "trigger": "launch", "warm_code": "warm",
+                "warm_next": "warm_next",
             }.get(step.call)  # fmt: skip
             if step.rehearsal is not None:
                 seen.setdefault("dry_run", set()).add(step.rehearsal.line)
             if step.call in ("wait_point", "signal_point"):
-                name = "l2" if step.barriers[0].barrier == "begin_gate_up" else "both"
+                name = {"begin_gate_up": "l2", "begin_combine": "warm_next"}.get(step.barriers[0].barrier, "both")
             if step.call == "prefetch_l2":
                 name = "both" if step.op == "unpooler" else "l2"
             if name:
@@ -218,6 +219,25 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     ),
     "prefetched op": ("‸s.prefetch(g.down, ring)", "is not a weight", "g.<op>.weight"),
     "into what": ("‸s.prefetch(g.down.weight, 'ring')", "into='ring'", "ring | L2"),
+    "code by two": ("‸s.warm_code(by=s.warps(1, 3))", "one warp of a block asks for code", "by=s.warp(i)"),
+    "code by a number": ("‸s.warm_code(by=1)", "by is of type int", "by=s.warp(i)"),
+    "code in no block": ("‸s.warm_code(by=s.warp(1), blocks=0)", "blocks=0", "at least one"),
+    "code at a point": (
+        "‸s.warm_code(by=s.warp(1), before=g.combine)",
+        "own code is asked for when its launch begins",
+        "next=True",
+    ),
+    "next code some time": ("‸s.warm_code(by=s.warp(1), next=True)", "needs a point of the program", "before=g.<op>"),
+    "next code at two points": (
+        "‸s.warm_code(by=s.warp(1), next=True, before=g.combine, during=g.down)",
+        "at one point",
+        "during or before",
+    ),
+    "code twice": (
+        "s.warm_code(by=s.warp(1))\n    ‸s.warm_code(by=s.warp(2))",
+        "the kernel's own code is said twice",
+        None,
+    ),
     "cluster": ("‸s.launch(cluster=3)", "cluster=3: clusters have 1, 2, 4 or 8 blocks", None),
     "in_flight 0": ("‸s.in_flight(0)", "in_flight=0", None),
     "in_flight 0 of an op": ("‸s.in_flight(0, during=g.down)", "in_flight=0", None),

@@ -135,6 +135,9 @@ def test_block_is_system_by_value_then_pointers_in_plan_order(plan: Plan) -> Non
     data = params.pack(plan, system(), {n: 0x1000 * (i + 1) for i, n in enumerate(names)})
     assert len(data) == 192 + 5 * 8
     words = struct.unpack("<18Q4I32x5Q", data)
+    own, other = 0x7100_0000_0080, 0x7200_0000_0080
+    told = params.pack(plan, system(stamps=7, code=(own, 640), next_code=(other, 256)), dict.fromkeys(names, 0))
+    assert struct.unpack_from("<3Q2I", told, 160) == (7, own, other, 640, 256)
     assert words[:8] == (0x7000_0000_0100, 0, 0, 0, 0, 0, 0, 0)
     assert words[8:16] == (0x7000_0000_0140, 0, 0, 0, 0, 0, 0, 0)
     assert words[16:18] == (0x7000_0000_0200, 0x7000_0000_0300)
@@ -458,6 +461,11 @@ def test_bind_takes_the_sessions_outputs_or_the_callers(session: Session) -> Non
     assert struct.unpack("<5Q", own.block.bytes[192:]) == tuple(
         t.data_ptr() for t in (*given.values(), session.outputs["stream_out"])
     )
+    other = Session.__new__(Session)
+    other.code = (0x7200_0000_0080, 256)
+    for then, code in ((None, (0, 0)), (session, (0, 0)), (other, other.code)):  # its own code it asks for itself
+        bound = session.bind(given, then=then).block.bytes
+        assert struct.unpack_from("<Q4xI", bound, 176) == code
     mine = aligned(torch.float32, 16, 8)
     assert session.bind({**given, "stream_out": mine}).tensors["stream_out"] is mine
 

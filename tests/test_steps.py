@@ -297,7 +297,7 @@ class FakeRank:
         self.bound: dict[str, torch.Tensor] = {}
         self.peers: list[FakeRank] = [self]
 
-    def bind(self, tensors: Any) -> Any:
+    def bind(self, tensors: Any, **more: Any) -> Any:
         self.bound = tensors
         return SimpleNamespace(tensors=tensors)
 

@@ -11,8 +11,10 @@ from pathlib import Path
 from megagen import files
 from megagen.bench.timing import Timing
 from megagen.errors import MegagenError
-from megagen.ir.graph import Frozen
+from megagen.ir.graph import Frozen, Graph, Routing
 from megagen.ir.plan import Plan
+from megagen.ops.attention import Attention
+from megagen.ops.global_attention import GlobalAttention
 
 PACKAGES = ("megagen", "torch", "cuda-bindings", "nvidia-cuda-nvrtc", "triton")
 
@@ -43,6 +45,22 @@ def weight_bytes(plan: Plan, experts: int | None = None) -> int:
         scaled = experts is not None and not routed.isdisjoint(op.weights.values())
         total += op.weight_bytes * (experts or 0) // plan.nominal_experts if scaled else op.weight_bytes
     return total
+
+
+def keys_read(graph: Graph, tokens: int, context: int) -> int:
+    """HBM bytes of keys and values that a launch reads: what some of its tokens sees, once."""
+    total, numbers = 0, context + tokens
+    for op in graph.ops:
+        if isinstance(op, Attention | GlobalAttention):
+            seen = min(numbers, op.window + tokens - 1) if isinstance(op, Attention) else numbers
+            total += 2 * seen * op.kv_heads * op.head_dim * 2
+    return total
+
+
+def bytes_read(graph: Graph, tokens: int, experts: int, context: int) -> int:
+    """HBM bytes of a launch of so many tokens on so many distinct experts: weights once, and :func:`keys_read`."""
+    routing = Routing(tokens=tokens, experts=experts)
+    return sum(op.cost(routing).weight_bytes for op in graph.ops) + keys_read(graph, tokens, context)
 
 
 def floor_us(plan: Plan, experts: int | None = None) -> float:
@@ -83,7 +101,7 @@ def figure(
     )
 
 
-def count(value: int, *, unit: str, what: str, command: str, notes: str = "") -> Row:
+def count(value: float, *, unit: str, what: str, command: str, notes: str = "") -> Row:
     """The row of a number that is no time."""
     timing = Timing(what, value, value, value, 1)
     return figure(timing, floor=None, unit=unit, what=what, command=command, notes=notes)

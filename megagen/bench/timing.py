@@ -51,10 +51,24 @@ def interleave(
     seed: int = 0,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Timing]:
+    """What :func:`sample` finds, of each variant."""
+    found = sample(variants, rounds=rounds, warmup=warmup, seed=seed, progress=progress)
+    return {name: Timing.of(name, times) for name, times in found.items()}
+
+
+def sample(
+    variants: Sequence[Variant],
+    *,
+    rounds: int = 50,
+    warmup: int = 5,
+    seed: int = 0,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
     """Time every variant once a round, in an order drawn anew each round; the first ``warmup`` rounds do not count.
 
-    The GPU spins before each sample until the host has queued it, so launch latency is not timed. ``progress`` is
-    called after each round. Raises DeviceError for a variant of fewer than 8 layers (L2 would hold its weights).
+    µs per layer of each variant, round by round. The GPU spins before each sample until the host has queued it, so
+    launch latency is not timed. ``progress`` is called after each round. Raises DeviceError for a variant of fewer than
+    8 layers (L2 would hold its weights).
     """
     import torch
 
@@ -79,7 +93,12 @@ def interleave(
             for v, start, end in pending:
                 samples[v.name].append(start.elapsed_time(end) * 1e3 / v.layers)
         progress()
-    return {name: Timing.of(name, times) for name, times in samples.items()}
+    return samples
+
+
+def paired(name: str, times: Sequence[float], base: Sequence[float]) -> Timing:
+    """How much longer than ``base`` something takes: what is alike in a round (its routing, the clocks) drops out."""
+    return Timing.of(name, [time - other for time, other in zip(times, base, strict=True)])
 
 
 def host(

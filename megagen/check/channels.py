@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from megagen.check.finding import Finding, placed, proved, refuse, steps, title
 from megagen.ir.graph import DType, RoleSpec, Scope
-from megagen.ir.plan import ChannelPlan, Plan, Reset, StepPlan, SyncKind
+from megagen.ir.plan import PREFETCH_GUESS, ChannelPlan, Plan, Reset, StepPlan, SyncKind
 from megagen.ir.touches import COUNTED, IN_SHARED, region
 
 RULE = "channels"
@@ -193,9 +193,11 @@ def _ports(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan
     op = plan.op(step.op or "")
     prefetch = step.call not in {s.name for s in op.specs}
     spec = op.producer if prefetch else specs[op.name, step.call]
-    if spec is None:
+    if spec is None and not op.prefetched:
         refuse(RULE, f"{title(step)} of an op that streams nothing", step.source)
-    for verb, said, ports in (("reads", step.reads, spec.reads), ("writes", step.writes, spec.writes)):
+    some = spec is not None and step.call != PREFETCH_GUESS  # which is asked before it is known what is used
+    reads, writes = (spec.reads, spec.writes) if spec and some else ((), ())
+    for verb, said, ports in (("reads", step.reads, reads), ("writes", step.writes, writes)):
         own = tuple(op.channels[p] for p in ports if p in op.channels)
         if said != own:
             shown = (", ".join(names) or "nothing" for names in (own, said))

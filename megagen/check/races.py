@@ -253,14 +253,14 @@ def _tensors(happens: Happens, touched: dict[At, frozenset[Touch]]) -> int:
     Of two launches even what both read: the one before may be another Plan's, and write it. So whatever a launch does
     to a tensor comes after all launches before it, and what is proved of one Plan holds for Plans in a row.
     """
-    uses: dict[int, dict[str, list[Access]]] = defaultdict(lambda: defaultdict(list))
+    uses: dict[int, dict[tuple[str, int], list[Access]]] = defaultdict(lambda: defaultdict(list))
     for at, step in happens.steps.items():
         if at.rank == 0 and at.launch < 2:
             for touch in touched[at]:
                 if touch.what == "tensor":
-                    uses[at.launch][touch.name].append(Access(at, step, touch.verb))
+                    uses[at.launch][touch.name, touch.ahead].append(Access(at, step, touch.verb))
     pairs = 0
-    for name, accesses in uses[0].items():
+    for (name, _), accesses in uses[0].items():
         for a, b in combinations(accesses, 2):
             if a.verb == b.verb and (a.verb == "read" or _role(a) == _role(b)):
                 continue

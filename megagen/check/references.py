@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from megagen.check.finding import Finding, proved, refuse, steps
-from megagen.ir.plan import OpPlan, Plan, StepPlan
+from megagen.ir.plan import PREFETCH_GUESS, WARMS, Plan, StepPlan
 from megagen.ir.touches import ACCUM, ACCUM_EMPTY, ACCUM_FULL, RING, RING_EMPTY, RING_FULL, TABLE
 
 RULE = "references"
-SERVICES = ("attach", "trigger", "drain", "reset", "signal_point", "wait_point")
+SERVICES = ("attach", "trigger", "drain", "reset", "signal_point", "wait_point", *WARMS)
 PREFETCH = "prefetch_l2"
 # Template arguments of a stream: (first stage, last stage, in flight); of a prefetch, (first, last); of other roles,
 # where their warps begin.
@@ -59,6 +59,9 @@ def references(plan: Plan) -> Iterator[Finding]:
             known(f"port of {op.name}", (*spec.reads, *spec.writes), {*op.channels, *op.tensors})
             known(f"port of {op.name}.{spec.name}", spec.hands_back, spec.reads)
             known(f"region of {op.name}", spec.regions, op.regions)
+    if plan.guess is not None:
+        known("op", plan.guess.ops, ops)
+        known("parameter", [plan.guess.parameter], params)
     for c in plan.channels:
         if c.barrier is not None:
             known("barrier", [c.barrier], barriers)
@@ -74,20 +77,22 @@ def references(plan: Plan) -> Iterator[Finding]:
                 known("step", [step.call], SERVICES, step)
             else:
                 known("op", [step.op], ops, step)
-                calls = [s.name for s in ops[step.op].specs] + [PREFETCH] * _prefetched(ops[step.op])
+                calls = [s.name for s in ops[step.op].specs] + [PREFETCH] * ops[step.op].prefetched
+                calls += [PREFETCH_GUESS] * (plan.guess is not None and step.op in plan.guess.ops)
                 known(f"role of {step.op}", [step.call], calls, step)
             needed = PREFETCH_ARGUMENTS if step.call == PREFETCH else STREAM_ARGUMENTS if plan.loads(step) else 0
             if len(step.args) < needed:
                 refuse(RULE, f"{step.op}.{step.call} needs {needed} arguments, it has {step.args}", step.source)
+            if (
+                step.op is None
+                and step.call in WARMS
+                and not (len(step.args) == 1 and 1 <= step.args[0] <= plan.launch.blocks)
+            ):
+                refuse(RULE, f"{step.call} in {step.args} of {plan.launch.blocks} blocks", step.source)
             if step.call in ("signal_point", "wait_point") and len(step.barriers) != 1:
                 refuse(RULE, f"a {step.call} is about one barrier, not {len(step.barriers)}", step.source)
     n = sum(len(p.steps) for k in plan.kernels for p in k.programs)
     yield proved(RULE, f"{len(ops)} ops, {n} steps, {len(channels)} channels: all that they name is there")
-
-
-def _prefetched(op: OpPlan) -> bool:
-    """Whether what it streams can be asked for before its time."""
-    return op.stream is not None and op.stream.weight != ""
 
 
 def numbers(plan: Plan) -> Iterator[Finding]:

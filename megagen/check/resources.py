@@ -15,6 +15,7 @@ MBARRIER = 8  # bytes
 ACCUM_SLOT = 8 * 2 * 32 * 16  # slices, n8 tiles, lanes, bytes a lane: mma/format.cuh
 CLUSTER_ROW = 16 * 4  # bytes of a token's partial sums in a row block: comm/channel.cuh
 PADDING = 256  # bytes that a copy is rounded up to
+GUESSED = 2 / 3  # of L2, at most, for weights that may be used
 VECTOR = 16  # bytes that a lane reads or empties at once
 Span = tuple[int, int, str, int]  # offset, bytes, what, alignment
 
@@ -31,6 +32,7 @@ def resources(plan: Plan) -> Iterator[Finding]:
     if machine.barriers < 1:
         refuse(RULE, f"{machine.name} has no named barrier, the block's own needs one", launch.source)
     yield from _tight(plan)
+    yield from _guess(plan)
     fit = machine.blocks_fit[launch.cluster]
     for what in (
         f"{launch.shared_bytes} of {machine.shared_bytes} bytes of shared memory, no two things in one place",
@@ -39,6 +41,23 @@ def resources(plan: Plan) -> Iterator[Finding]:
         f"a heap of {plan.heap.bytes} bytes a rank, no two things in one place",
     ):
         yield proved(RULE, what)
+
+
+def _guess(plan: Plan) -> Iterator[Finding]:
+    """What L2 is asked for before it is known to be used leaves room for what passes."""
+    if plan.guess is None:
+        return
+    names = {plan.op(op).weights["weight"] for op in plan.guess.ops}
+    each = sum(w.bytes // w.experts for w in plan.weights if w.parameter in names)
+    room, asked = plan.machine.l2_bytes - plan.heap.bytes, plan.guess.top * each
+    what = f"{plan.guess.top} experts of {each / 1e6:.2f} MB are {asked / 1e6:.1f} MB, {plan.machine.name} has"
+    most = f"previous_step(top={max(1, int(room * GUESSED // each))})"
+    if asked > room:
+        message = f"{what} {room / 1e6:.1f} MB of L2 beside the exchanges"
+        refuse(RULE, message, plan.guess.source, hint=most)
+    if asked > room * GUESSED:
+        message = f"{what} {room / 1e6:.1f} MB of L2 beside the exchanges, of which 2/3 stay: {most}"
+        yield Finding(rule=RULE, level="warning", message=message, source=plan.guess.source)
 
 
 def _apart(spans: Iterable[Span], size: int, where: str, source: Source) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from megagen.check.finding import Finding, group, placed, proved, refuse, steps, warps
 from megagen.check.references import PREFETCH
 from megagen.ir.graph import RoleSpec
-from megagen.ir.plan import KernelPlan, OpPlan, Plan, ProgramPlan, Reset, StepPlan
+from megagen.ir.plan import WARMS, KernelPlan, OpPlan, Plan, ProgramPlan, Reset, StepPlan
 
 RULE = "roles"
 
@@ -129,8 +129,10 @@ def _ran(plan: Plan, kernel: KernelPlan) -> None:
 
 
 def _early(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan) -> bool:
-    """What may run before a warp has waited for the launches before this one: it touches nothing but weights."""
-    return step.call == PREFETCH or (plan.loads(step) and not specs[step.op or "", step.call].reads)
+    """What may run before a warp has waited for the launches before this one: it touches only weights and code."""
+    if step.call == PREFETCH:  # of what a cache holds, it must know how much that is
+        return plan.op(step.op or "").stream is not None
+    return step.call in WARMS or (plan.loads(step) and not specs[step.op or "", step.call].reads)
 
 
 def _frame(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], program: ProgramPlan) -> None:

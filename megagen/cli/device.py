@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from megagen.bench.measure import Row
     from megagen.bench.timing import Timing
+    from megagen.ir.plan import Plan
     from megagen.runtime.session import Session
     from megagen.runtime.step import Step
 
@@ -124,14 +125,14 @@ def bench(
         }
         device = next(iter(sessions.values())).device
         inputs = Inputs.random(graph, 1, graph.tokens, 0, device, step)
-        packed = _packed(some, layers, device, progress)
+        packed = random_weights(some, layers, device, progress)
         stacks = []  # which the graphs launch
 
         def variant(name: str, session: Session) -> Variant:
             stacks.append(Stack(session, packed, inputs.ranks))
             session.set_step(inputs.step)
             replay = stacks[-1].capture(restore=False)
-            return Variant(name, replay.replay, layers, lambda sample: _reroute(session, some, experts, sample))
+            return Variant(name, replay.replay, layers, lambda sample: reroute(session, some, experts, sample))
 
         timings = interleave([variant(*s) for s in sessions.items()], rounds=rounds, warmup=WARMUP, progress=progress)
         for session in sessions.values():
@@ -197,11 +198,11 @@ def bench_step(
     path = built.artifacts[plan.machine.arch].path
     with Session(plan, path, timeout_ms=2000 if bounded else 0) as session:
         inputs = Inputs.random(graph, 1, graph.tokens, 0, session.device, step)
-        stack = Stack(session, _packed(built, layers, session.device, progress), inputs.ranks, layers=count)
+        stack = Stack(session, random_weights(built, layers, session.device, progress), inputs.ranks, layers=count)
         session.set_step(inputs.step)
         name = f"layers{count}"
         replay = stack.capture(restore=False)
-        variant = Variant(name, replay.replay, count, lambda sample: _reroute(session, built, experts, sample))
+        variant = Variant(name, replay.replay, count, lambda sample: reroute(session, built, experts, sample))
         timing = interleave([variant], rounds=rounds, warmup=WARMUP, progress=progress)[name]
 
         def work() -> None:
@@ -245,7 +246,7 @@ def bench_step(
     )
 
 
-def _packed(
+def random_weights(
     built: Built, layers: int, device: torch.device, progress: Callable[[], None]
 ) -> list[dict[str, torch.Tensor]]:
     """Random weights of so many layers."""
@@ -258,10 +259,11 @@ def _packed(
     return found
 
 
-def _reroute(session: Session, built: Built, experts: int, sample: int) -> None:
-    """Draw the sample's routing, if there is any."""
+def reroute(session: Session, built: Built, experts: int, sample: int, tokens: int | None = None) -> None:
+    """Draw the sample's routing, if there is any. ``tokens``: of a launch, if not all the plan's."""
     if built.plan.nominal_experts:
-        session.set_route_override(table(session.experts, session.top_k, experts, built.graph.tokens, sample))
+        tokens = tokens or built.graph.tokens
+        session.set_route_override(table(session.experts, session.top_k, experts, tokens, sample))
 
 
 def notes(
@@ -274,20 +276,29 @@ def notes(
     step: Step | None = None,
     launches: int | None = None,
     gpus: int = 1,
+    tokens: int | None = None,
 ) -> str:
     """What a recorded figure is of, beyond the plan's name. ``launches``: of a replay, if not one a distinct layer.
-    ``gpus``: with a live rank each."""
+    ``gpus``: with a live rank each. ``tokens``: of a launch, if not all the plan's."""
     plan = built.plan
     of = "" if launches is None else f"{counted(launches, 'layer')} with the weights of "
     return "; ".join(
         (
             computed(plan, built.options),
             f"tp {plan.tp} on {'one GPU' if gpus == 1 else f'{gpus} GPUs'}, stand-ins for the other ranks",
-            nominal(plan, experts) + placed(step) + (", new routing each replay" if plan.nominal_experts else ""),
+            nominal(plan, experts, tokens)
+            + placed(step)
+            + (", new routing each replay" if plan.nominal_experts else ""),
             f"{of}{counted(layers, 'distinct layer')} in a CUDA graph, {counted(replays, 'replay')}",
             "bounded waits" if bounded else "unbounded waits",
         )
     )
+
+
+def refuse_routes(plan: Plan, experts: int, tokens: int) -> None:
+    """Raises MegagenError, before anything is compiled, if so many tokens cannot have so many distinct experts."""
+    if route := next((o.constants for o in plan.ops if o.kind == "top_k"), None):
+        table(int(route["kExperts"]), int(route["kTopK"]), experts, tokens, seed=0)
 
 
 def table(pool: int, top_k: int, experts: int, tokens: int, seed: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from megagen.cli.sheets import Column, Sheet, counted, megabytes, size, span
-from megagen.ir.plan import Plan, Source, StepPlan
+from megagen.ir.plan import WARMS, Plan, Source, StepPlan
 
 LAUNCH = "launch"  # the column of steps that belong to no op
 MBARRIER_BYTES = 8
@@ -37,11 +37,11 @@ def stream_us(plan: Plan, nbytes: int) -> float:
     return round(nbytes / plan.machine.hbm_bytes_per_s * 1e6, 3)
 
 
-def nominal(plan: Plan, experts: int | None = None) -> str:
+def nominal(plan: Plan, experts: int | None = None, tokens: int | None = None) -> str:
     """The tokens, and if there are any the experts (default: the plan's nominal ones), that bytes are stated for."""
     experts = experts or plan.nominal_experts
-    tokens = counted(plan.nominal_tokens, "token")
-    return f"{tokens} on {counted(experts, 'expert')}" if plan.nominal_experts else tokens
+    text = counted(tokens or plan.nominal_tokens, "token")
+    return f"{text} on {counted(experts, 'expert')}" if plan.nominal_experts else text
 
 
 def words(step: StepPlan) -> str:
@@ -52,6 +52,9 @@ def words(step: StepPlan) -> str:
         op = use.barrier.removeprefix(BEGIN if begins else POINT)
         what = f"{op} {'begins' if begins else 'is done'} in the block"
         return f"{'waits until' if step.call == 'wait_point' else 'says that'} {what}"
+    if step.call in WARMS:
+        whose = "its own code" if step.call == "warm_code" else "the code of the kernel that follows"
+        return f"asks L2 for {whose}, each piece in {counted(step.args[0], 'block')}"
     first, last, *cap = step.args
     share, to = f"{100 * first / WHOLE:.3g} %", f"{100 * last / WHOLE:.3g} %"
     if (first, last) == (0, WHOLE):
@@ -261,7 +264,7 @@ def loads(plan: Plan) -> Sheet:
         for kernel in plan.kernels
         for program in kernel.programs
         for step in program.steps
-        if plan.loads(step) or step.call in ("prefetch_l2", "wait_point", "signal_point")
+        if plan.loads(step) or step.call in ("prefetch_l2", "wait_point", "signal_point", *WARMS)
     ]
     return Sheet(
         "loads",

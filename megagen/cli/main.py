@@ -304,7 +304,10 @@ def bench(
     tokens: Tokens = 16,
     choose: Choose = None,
     option: Options = None,
-    only: Annotated[Only | None, typer.Option("--only", help="Time one of the two.  [default: both, in turns]")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Time only fused or unfused; with --ablate, a choice; repeats."),
+    ] = None,
     experts: Annotated[
         int | None, typer.Option("--experts", min=1, help="Distinct experts of a launch.  [default: the plan's]")
     ] = None,
@@ -314,41 +317,155 @@ def bench(
     whole: Annotated[
         bool, typer.Option("--step", help="Time a graph of the model's every layer instead, and the host's part.")
     ] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Time the schedule with each choice() changed alone instead.")
+    ] = False,
+    from_off: Annotated[
+        bool, typer.Option("--from-off", help="With --ablate, also each choice alone on, from all off.")
+    ] = False,
+    sweep: Annotated[
+        str | None,
+        typer.Option("--sweep", metavar="NAME=VALUES", help="Time launches of several experts, context or tokens."),
+    ] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=2, help="Replays that count.")] = 50,
     unbounded: Annotated[bool, typer.Option("--unbounded", help="Compile the bound of waits out.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the figures to docs/measurements/.")] = False,
     as_json: Json = False,
 ) -> None:
     """Time the fused kernel and the same ops as one kernel each, beside the bytes and the floor."""
-    from megagen.cli import device, explain, pipeline
+    from megagen.cli import device, pipeline
 
-    if whole and only is Only.unfused:
-        raise typer.BadParameter("--step times the fused kernel: leave out --only unfused")
-    wanted = [Only.fused] if whole else [only] if only else list(Only)
-    found = {
-        o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted
-    }
+    modes = [name for name, asked in (("--step", whole), ("--ablate", ablate), ("--sweep", sweep is not None)) if asked]
+    if len(modes) > 1:
+        raise typer.BadParameter(f"{' and '.join(modes)} time different things: choose one")
+    if from_off and not ablate:
+        raise typer.BadParameter("--from-off is about --ablate")
+    chosen = [] if ablate else _kernels(only)
+    if modes and Only.unfused in chosen:
+        raise typer.BadParameter(f"{modes[0]} times the fused kernel: leave out --only unfused")
+    request = _request(schedule, machine, tp, tokens, choose, False, option)
+    more: dict[str, Any] = {
+        "experts": experts, "layers": layers, "rounds": rounds, "context": context, "tree": tree,
+        "bounded": not unbounded, "record": record, "as_json": as_json,
+    }  # fmt: skip
+    if ablate:
+        return _ablated(request, only or [], from_off=from_off, **more)
+    if sweep is not None:
+        return _swept(request, sweep, **more)
+    wanted = [Only.fused] if whole else chosen or list(Only)
+    found = {o.value: _checked(replace(request, fused=o is Only.fused)) for o in wanted}
     one = next(iter(found.values()))
-    if one.plan.stamps is not None:
-        if record:
-            raise MegagenError("the schedule asks for stamps, which take time: no figures are recorded of that")
-        typer.echo("warning: the schedule asks for stamps, which take time", err=True)
+    _refuse_stamps(one, record)
     step = pipeline.step(one, one.graph.tokens, context, tree=tree, usual=device.CONTEXT)
     device.require()
     built = {n: _built(c, [c.plan.machine.arch], bounded=not unbounded) for n, c in found.items()}
     command = _command()
     some = next(iter(built.values()))
     with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds, 1 + whole)) as progress:
-        more: dict[str, Any] = {"bounded": not unbounded, "step": step}
+        how: dict[str, Any] = {"bounded": not unbounded, "step": step}
         if whole:
-            sheet = device.bench_step(some, experts, layers, rounds, command, record, progress, **more)
+            sheet = device.bench_step(some, experts, layers, rounds, command, record, progress, **how)
         else:
-            sheet = device.bench(built, experts, layers, rounds, command, record, progress, **more)
+            sheet = device.bench(built, experts, layers, rounds, command, record, progress, **how)
+    return _timed(some, [sheet], as_json)
+
+
+def _kernels(only: Sequence[str] | None) -> list[Only]:
+    """Which of the fused and the unfused kernel ``--only`` asks for: none of them said, both."""
+    found = list(dict.fromkeys(only or ()))
+    if len(found) > 1 or any(name not in list(Only) for name in found):
+        asked = ", ".join(repr(name) for name in found)
+        raise typer.BadParameter(f"--only takes fused or unfused (with --ablate, choices), not {asked}")
+    return [Only(name) for name in found]
+
+
+def _refuse_stamps(checked: Checked, record: bool) -> None:
+    if checked.plan.stamps is not None:
+        if record:
+            raise MegagenError("the schedule asks for stamps, which take time: no figures are recorded of that")
+        typer.echo("warning: the schedule asks for stamps, which take time", err=True)
+
+
+def _ablated(
+    request: Request,
+    only: Sequence[str],
+    *,
+    from_off: bool,
+    experts: int | None,
+    layers: int,
+    rounds: int,
+    context: int | None,
+    tree: bool,
+    bounded: bool,
+    record: bool,
+    as_json: bool,
+) -> None:
+    """Build and time a schedule's variants, print what each choice is worth."""
+    from megagen.cli import ablating, device, pipeline, report
+    from megagen.settings import Settings
+
+    base = _checked(request)
+    _refuse_stamps(base, record)
+    wanted = ablating.variants(request, base, only, from_off=from_off)
+    step = pipeline.step(base, base.graph.tokens, context, tree=tree, usual=device.CONTEXT)
+    device.refuse_routes(base.plan, experts or base.plan.nominal_experts, base.graph.tokens)
+    device.require()
+    settings = Settings.from_env()
+    with _working(f"compiling {len(wanted)} variants of {base.plan.name}", len(wanted)) as progress:
+        builds, refused = ablating.build(request, wanted, settings, bounded=bounded, progress=progress)
+    for name, built in builds.items():
+        for text in report.warnings(built):
+            typer.echo(f"warning: {name}: {text}", err=True)
+    with _working(f"timing {len(builds)} variants", ablating.steps(len(builds), layers, rounds)) as progress:
+        sheets = ablating.bench(
+            wanted, builds, refused, experts, layers, rounds, _command(), record, progress, bounded=bounded, step=step
+        )
+    return _timed(base, sheets, as_json)
+
+
+def _swept(
+    request: Request,
+    sweep: str,
+    *,
+    experts: int | None,
+    layers: int,
+    rounds: int,
+    context: int | None,
+    tree: bool,
+    bounded: bool,
+    record: bool,
+    as_json: bool,
+) -> None:
+    """Time one kernel at several points, print them and the line through them."""
+    from megagen.bench.sweep import Sweep
+    from megagen.cli import device, sweeping
+
+    asked = Sweep.parse(sweep)
+    for name, value in (("experts", experts), ("context", context)):
+        if asked.name == name and value is not None:
+            raise typer.BadParameter(f"--sweep {name} says what --{name} does: leave one out")
+    checked = _checked(request)
+    _refuse_stamps(checked, record)
+    points = sweeping.points(checked, asked, experts, context, tree=tree)
+    device.require()
+    built = _built(checked, [checked.plan.machine.arch], bounded=bounded)
+    with _working(f"timing {built.plan.name}", sweeping.steps(len(points), layers, rounds)) as progress:
+        sheet = sweeping.bench(built, asked, points, layers, rounds, _command(), record, progress, bounded=bounded)
+    return _timed(built, [sheet], as_json)
+
+
+def _timed(checked: Checked, sheets: Sequence[Sheet], as_json: bool) -> None:
+    """Print figures."""
+    from megagen.cli import explain
+
     if as_json:
-        header = explain.header(some.plan, some.options)
-        return _print_json({k: v for k, v in header.items() if k != "fused"} | sheet.json())
-    _print(explain.headline(some.plan, some.options) + "\n")
-    return _show([sheet])
+        found = explain.header(checked.plan, checked.options)
+        joined: dict[str, Any] = {k: v for k, v in found.items() if k != "fused"}
+        for sheet in sheets:
+            joined |= sheet.json()
+        return _print_json(joined)
+    _print(explain.headline(checked.plan, checked.options) + "\n")
+    return _show(sheets)
 
 
 @app.command()

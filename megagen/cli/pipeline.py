@@ -13,6 +13,7 @@ from megagen.errors import MegagenError
 if TYPE_CHECKING:
     from megagen.check import Finding
     from megagen.compile import Artifact
+    from megagen.dsl import Schedule
     from megagen.ir.graph import Graph
     from megagen.ir.plan import Machine, Plan
     from megagen.runtime.step import Step
@@ -43,13 +44,15 @@ class Request:
 class Checked:
     """A Plan that the checker let through, with its warnings and the graph that it computes.
 
-    ``options``: what was asked of the schedule's function, which the Plan does not say.
+    ``options``: what was asked of the schedule's function, which the Plan does not say. ``offered``: the schedule's
+    choices in the order in which it asks for them, and the values that each has.
     """
 
     graph: Graph
     plan: Plan
     findings: tuple[Finding, ...]
     options: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    offered: Mapping[str, tuple[str, ...]] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,37 @@ class Built(Checked):
 
 def check(request: Request) -> Checked:
     """The request's Plan. Raises MegagenError at the user's line if it is wrong or cannot be proved safe."""
-    from megagen import machines
     from megagen.check import check as prove
-    from megagen.dsl import load
     from megagen.dsl.schedule import STAMP_RECORDS
     from megagen.lower import lower
+
+    schedule = _loaded(request)
+    if request.stamps and schedule.stamped is None:
+        schedule.stamped = (STAMP_RECORDS, None)
+    plan = lower(schedule, fused=request.fused)
+    asked = dict(request.options)
+    if request.checkpoint is not None:
+        asked["checkpoint"] = str(request.checkpoint)
+    return Checked(schedule.graph, plan, prove(plan), options=asked, offered=_offered(schedule))
+
+
+def offered(request: Request) -> dict[str, tuple[str, ...]]:
+    """What :class:`Checked` says of that name, of a schedule that may not pass."""
+    return _offered(_loaded(request))
+
+
+def _offered(schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    return {name: values for name, (_, values) in schedule.offered.items()}
+
+
+def _loaded(request: Request) -> Schedule:
+    from megagen import machines
+    from megagen.dsl import load
 
     machine: str | Machine = request.machine
     if request.tiny:
         machine = machines.cut(machines.load(request.machine), TINY_SMS)
-    schedule = load(
+    return load(
         request.schedule,
         machine=machine,
         tp=request.tp,
@@ -79,13 +103,6 @@ def check(request: Request) -> Checked:
         choices=dict(request.choices),
         options={**_sized(request), **_described(request.checkpoint), **request.options},
     )
-    if request.stamps and schedule.stamped is None:
-        schedule.stamped = (STAMP_RECORDS, None)
-    plan = lower(schedule, fused=request.fused)
-    asked = dict(request.options)
-    if request.checkpoint is not None:
-        asked["checkpoint"] = str(request.checkpoint)
-    return Checked(schedule.graph, plan, prove(plan), options=asked)
 
 
 def _sized(request: Request) -> dict[str, object]:
@@ -160,7 +177,15 @@ def build(checked: Checked, archs: Sequence[str], settings: Settings, *, bounded
     kernels = [k.name for k in checked.plan.kernels]
     defines = {} if bounded else {UNBOUNDED_WAITS: "1"}
     artifacts = compile_source(source, kernels=kernels, archs=archs, settings=settings, defines=defines)
-    return Built(checked.graph, checked.plan, checked.findings, source, artifacts, options=checked.options)
+    return Built(
+        checked.graph,
+        checked.plan,
+        checked.findings,
+        source,
+        artifacts,
+        options=checked.options,
+        offered=checked.offered,
+    )
 
 
 def emulated(checked: Checked, settings: Settings) -> Path:

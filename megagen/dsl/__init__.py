@@ -17,15 +17,17 @@ from megagen.dsl.schedule import (
     evict_last,
     evict_normal,
     flag,
+    in_l2,
     lamport,
     mbarrier,
     no_allocate,
+    previous_step,
 )
 from megagen.ir.graph import Graph
 from megagen.ir.plan import Machine
 
 __all__ = [
     "ALL_ONES", "L2", "POSITIVE_ZERO", "Graph", "KiB", "Machine", "Ring", "Schedule", "Warps", "by_launch", "by_reader",
-    "cluster", "counter", "evict_first", "evict_last", "evict_normal", "flag", "lamport", "load", "mbarrier",
-    "no_allocate",
+    "cluster", "counter", "evict_first", "evict_last", "evict_normal", "flag", "in_l2", "lamport", "load",
+    "mbarrier", "no_allocate", "previous_step",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ KEYWORDS = frozenset(  # of C++20: a kernel cannot be called so
 
 # templates/kernel: what stands beside a kernel, by whose name it would be hidden
 TAKEN = frozenset({"barrier", "channel", "tensor", "policy", "Params", "RingPolicy", "AccumPolicy", "TablePolicy",
-                   "KernelPolicy", "Ctx", "megagen", "main"})  # fmt: skip
+                   "GuessPolicy", "KernelPolicy", "Ctx", "megagen", "main"})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,6 +116,34 @@ def mbarrier() -> Sync:
     return Sync(SyncKind.MBARRIER)
 
 
+MOST_GUESSED = 32  # a lane each
+
+
+@dataclass(frozen=True)
+class Guess:
+    """Experts that may be used: the ``top`` most used of the layer's last launch."""
+
+    top: int
+    hint: Hint
+    loc: Loc | None
+
+
+def previous_step(top: int, hint: Hint = Hint.EVICT_NORMAL) -> Guess:
+    """The ``top`` experts that most tokens had when this layer was last launched, a step before. ``hint``: of what L2
+    is asked for."""
+    loc = here()
+    if not 1 <= _integer(top, "top", loc) <= MOST_GUESSED:
+        raise ScheduleError(f"top={top}: 1 to {MOST_GUESSED} experts are guessed", loc=loc)
+    if hint not in (Hint.EVICT_NORMAL, Hint.EVICT_FIRST, Hint.EVICT_LAST):
+        raise ScheduleError(f"hint={hint!r} of what L2 is asked for", loc=loc, hint="evict_normal or evict_last")
+    return Guess(top, hint, loc)
+
+
+class InL2:
+    """Experts whose weights L2 has been asked for, as a guess."""
+
+
+in_l2 = InL2()
 STAMP_RECORDS = 512  # a launch: several times what the shipped schedules' busiest warps need
 MOST_STAMP_RECORDS = 1 << 16
 
@@ -127,6 +155,19 @@ class Prefetch:
     share: float
     warp: int | None
     at: str | None  # op at whose beginning an L2 prefetch goes out, and until whose end the ring waits
+    loc: Loc | None
+    experts: Guess | None = None  # a prefetch of experts that may be used
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A warp that asks L2 for machine code, each piece in ``blocks`` blocks: the kernel's own when the launch begins,
+    or when op ``at`` does that of the kernel that is launched ``next``."""
+
+    warp: int
+    blocks: int
+    next: bool
+    at: str | None
     loc: Loc | None
 
 
@@ -163,6 +204,7 @@ class Schedule:
     rings: list[Ring] = field(default_factory=list)
     roles: dict[tuple[str, str], tuple[Warps, Loc | None]] = field(default_factory=dict)
     prefetches: list[Prefetch] = field(default_factory=list)
+    warms: list[Warm] = field(default_factory=list)
     caps: list[Cap] = field(default_factory=list)
     hints: dict[str, tuple[Hint, Loc | None]] = field(default_factory=dict)
     syncs: list[tuple[EdgeHandle, Sync, Loc | None]] = field(default_factory=list)
@@ -172,6 +214,7 @@ class Schedule:
     choices: Mapping[str, str] = field(default_factory=dict)
     offered: dict[str, tuple[str, tuple[str, ...]]] = field(default_factory=dict)
     accum_slots: int = 2
+    first_experts: Loc | None = None
     stamped: tuple[int, Loc | None] | None = None
     rehearsed: dict[tuple[str, str], Loc | None] = field(default_factory=dict)
     said: dict[str, Loc | None] = field(default_factory=dict)  # where, of what may be said only once
@@ -195,6 +238,7 @@ class Schedule:
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
         self.said, self.stamped, self.rehearsed = {}, None, {}
+        self.warms, self.first_experts = [], None
 
     if not TYPE_CHECKING:  # a type checker knows the attributes
 
@@ -280,33 +324,45 @@ class Schedule:
         self.caps.append(Cap(bytes, op, loc))
 
     def prefetch(
-        self, weight: WeightHandle, into: Into, *, share: float = 1.0, by: Warps | None = None,
+        self, weight: WeightHandle | OpHandle, into: Into, *, share: float = 1.0, by: Warps | None = None,
         during: OpHandle | RoleHandle | None = None, before: OpHandle | RoleHandle | None = None,
+        experts: Guess | None = None,
     ) -> None:  # fmt: skip
         """Where ``weight`` waits before its op needs it.
 
         ``into=ring``: the first ``share`` of each block's stages may enter the ring as soon as slots are free; the rest
         waits until ``during`` is done in the block. ``into=L2``: warp ``by`` asks L2 for the first ``share`` when the
         block's warps begin with ``during`` (or ``before``). ``ring | L2``: the ring takes ``share``, L2 the rest.
+
+        ``experts``: not those of the launch, but a guess, before the routing is known.
+        Of an op that writes the next layer's caches: all that they hold already, into L2, for the next launch.
         """
         loc = here()
-        self._streamed(weight, loc)
+        if isinstance(weight, OpHandle) and weight._op.kind == "qkv_heads":
+            op, what = self._held(weight, into, share, loc), f"what {weight!r} adds to"
+        else:
+            self._streamed(weight, loc)
+            op, what = weight.op, weight.weight.name
         if not isinstance(into, Into):
             raise ScheduleError(f"into={into!r}", loc=loc, hint="into is the ring, L2, or ring | L2")
         if isinstance(share, bool) or not isinstance(share, int | float):
             raise ScheduleError(f"share={share!r} is not a number", loc=loc)
         if not 0.0 <= share <= 1.0:
-            raise ScheduleError(f"share={share} of {weight.weight.name}: a share is between 0 and 1", loc=loc)
+            raise ScheduleError(f"share={share} of {what}: a share is between 0 and 1", loc=loc)
         if share == 0 and not into.ring:
-            raise ScheduleError(
-                f"share=0 of {weight.weight.name} asks L2 for nothing", loc=loc, hint="leave the prefetch out"
-            )
+            raise ScheduleError(f"share=0 of {what} asks L2 for nothing", loc=loc, hint="leave the prefetch out")
         if during is not None and before is not None:
             raise ScheduleError("a prefetch has one point of the program", loc=loc, hint="say either during or before")
+        if experts is not None:
+            self._guessed(experts, weight, into, share, loc)
         for p in self.prefetches:
-            if p.op == weight.op and ((p.into.ring and into.ring) or (p.into.l2 and into.l2)):
+            if (
+                p.op == op
+                and (p.experts is None) == (experts is None)
+                and ((p.into.ring and into.ring) or (p.into.l2 and into.l2))
+            ):
                 raise ScheduleError(
-                    f"{weight.weight.name} is prefetched twice into the same place",
+                    f"{what} is prefetched twice into the same place",
                     loc=loc,
                     notes=(("the first time", p.loc),),
                 )
@@ -328,7 +384,50 @@ class Schedule:
         if into.l2 and point is None:
             raise ScheduleError("an L2 prefetch needs a point of the program", loc=loc, hint="say during=g.<op>")
         at = None if point is None else self._point(point, loc)
-        self.prefetches.append(Prefetch(weight.op, into, share, by.first if by else None, at, loc))
+        self.prefetches.append(Prefetch(op, into, share, by.first if by else None, at, loc, experts))
+
+    def experts_first(self, op: OpHandle, which: InL2) -> None:
+        """Of the experts that a launch uses, those that L2 was asked for come first in ``op``'s table: every block
+        works on its share of these, then on one of the others."""
+        loc = here()
+        if self._op(op, loc).kind != "top_k":
+            raise ScheduleError(f"{op!r} makes no table of experts", loc=loc, hint="s.experts_first(g.top_k, in_l2)")
+        _instance(which, InL2, "which", loc, "s.experts_first(g.top_k, in_l2)")
+        self._once("which experts come first", loc)
+        self.first_experts = loc
+
+    def warm_code(
+        self, *, by: Warps, blocks: int = 8, next: bool = False,
+        during: OpHandle | RoleHandle | None = None, before: OpHandle | RoleHandle | None = None,
+    ) -> None:  # fmt: skip
+        """Warp ``by`` asks L2 for the kernel's machine code, and to keep it, as the first thing of every launch.
+
+        Each piece is asked for in ``blocks`` blocks (or all), far apart. ``next=True``: instead that of the kernel
+        whose launch follows, where it is another one, when the block's warps begin with ``during`` (or ``before``).
+        """
+        loc = here()
+        _instance(next, bool, "next", loc, "True or False")
+        _instance(by, Warps, "by", loc, "say by=s.warp(i)")
+        if by.count != 1:
+            raise ScheduleError("one warp of a block asks for code", loc=loc, hint="say by=s.warp(i)")
+        if _integer(blocks, "blocks", loc) < 1:
+            raise ScheduleError(f"blocks={blocks}: nobody would ask for code", loc=loc, hint="at least one")
+        if during is not None and before is not None:
+            raise ScheduleError("code is asked for at one point of the program", loc=loc, hint="during or before")
+        point = during if during is not None else before
+        if next and point is None:
+            raise ScheduleError(
+                "the next kernel's code needs a point of the program", loc=loc, hint="say before=g.<op>, a late one"
+            )
+        if not next and point is not None:
+            raise ScheduleError(
+                "a kernel's own code is asked for when its launch begins",
+                loc=loc,
+                hint="leave the point out, or say next=True",
+            )
+        at = None if point is None else self._point(point, loc)
+        self._once("the next kernel's code" if next else "the kernel's own code", loc)
+        self.warms.append(Warm(by.first, blocks, next, at, loc))
 
     def hint(self, weights: WeightHandle | OpHandle | Iterable[WeightHandle | OpHandle], hint: Hint) -> None:
         """The L2 cache hint that bulk loads of a weight carry, or of the tensors that an op streams."""
@@ -505,6 +604,38 @@ class Schedule:
         self._mine(handle, any(handle.weight is w for op in self.graph.ops for w in op.weights.values()), loc)
         if handle.weight.k == 1:
             raise ScheduleError(f"{handle.weight.name} is a vector: only matrices are streamed", loc=loc)
+
+    def _guessed(
+        self, experts: Guess, weight: WeightHandle | OpHandle, into: Into, share: float, loc: Loc | None
+    ) -> None:
+        """Refuse what is no guess of an expert's weight."""
+        _instance(experts, Guess, "experts", loc, "experts=previous_step(top=8)")
+        if not isinstance(weight, WeightHandle) or not weight.weight.experts:
+            raise ScheduleError(f"{weight!r} is of no expert: nothing is guessed", loc=loc, hint="leave experts out")
+        if into != L2 or share != 1:
+            raise ScheduleError("a guess is asked for as a whole, into L2", loc=loc, hint="into=L2, and no share")
+        others = [(p.experts, p.loc) for p in self.prefetches if p.experts is not None]
+        other = next((loc for g, loc in others if (g.top, g.hint) != (experts.top, experts.hint)), None)
+        if other is not None:
+            raise ScheduleError(
+                "all weights of a layer have one guess",
+                loc=loc,
+                notes=(("another one", other),),
+                hint="the same top and hint",
+            )
+
+    def _held(self, handle: OpHandle, into: Into, share: float, loc: Loc | None) -> str:
+        """The op whose outputs hold what the next launch reads."""
+        op = self._op(handle, loc)
+        if not op.held:
+            raise ScheduleError(
+                f"the caches of {handle!r} grow: their reader streams them through its ring",
+                loc=loc,
+                hint="only caches of a window are asked for",
+            )
+        if into != L2 or share != 1:
+            raise ScheduleError(f"what {handle!r} adds to is asked for as a whole, into L2", loc=loc, hint="into=L2")
+        return op.name
 
     def _mine(self, handle: object, found: bool, loc: Loc | None) -> None:
         if not found:

@@ -146,5 +146,7 @@ def _step(plan: Plan, step: StepPlan) -> Iterator[str]:
     elif step.call in ("signal_point", "wait_point"):
         verb = "arrive" if step.call == "signal_point" else "wait"
         yield f"Event<barrier::{camel(step.barriers[0].barrier)}>::{verb}(ctx);{where}"
+    elif step.args:
+        yield f"ctx.{step.call}<{', '.join(map(str, step.args))}>();{where}"
     else:
         yield f"ctx.{step.call}();{where}"

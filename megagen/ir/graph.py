@@ -248,6 +248,11 @@ class Op(Frozen, ABC):
         return None
 
     @property
+    def held(self) -> tuple[str, ...]:
+        """Ports of outputs in which the next launch also reads what was there before, and for which L2 may be asked."""
+        return ()
+
+    @property
     def producer(self) -> RoleSpec | None:
         """The role that streams."""
         return next((r for r in self.roles() if r.stream), None)

@@ -42,6 +42,10 @@ class Machine(Frozen):
     sources: Mapping[str, str] = {}
 
 
+PREFETCH_GUESS = "prefetch_guess"  # asks L2 for weights of experts that may be used
+WARMS = ("warm_code", "warm_next")  # services that ask L2 for machine code
+
+
 class SyncKind(StrEnum):
     MBARRIER = "mbarrier"  # within a block
     CLUSTER = "cluster"  # distributed shared memory, st.async with complete_tx
@@ -149,9 +153,9 @@ class BarrierUse(Frozen):
 class StepPlan(Frozen):
     """One call in a warp's program: ``ops::<Struct><Policy>::<call><args>(ctx)``.
 
-    ``call`` is the role, ``prefetch_l2`` or a service (``reset``, ``signal_point``, ``wait_point``). ``args`` are
-    integer template arguments in order. ``index`` numbers the steps of the plan for hang records. ``rehearsal``: the
-    line that has it run once without effect before it runs.
+    ``call`` is the role, ``prefetch_l2``, ``prefetch_guess`` or a service (``reset``, ``signal_point``, ...). ``args``
+    are integer template arguments in order. ``index`` numbers the steps of the plan for hang records. ``rehearsal``:
+    the line that has it run once without effect before it runs.
     """
 
     op: str | None
@@ -202,6 +206,7 @@ class OpPlan(Frozen):
     barriers: Mapping[str, str]  # purpose -> barrier name ("group", ...)
     regions: Mapping[str, str]  # purpose -> region name ("scratch", ...)
     shared: Mapping[str, int] = {}  # purpose -> bytes that its header uses
+    held: tuple[str, ...] = ()  # ports of outputs whose old contents L2 may be asked for
     roles: Mapping[str, tuple[int, ...]]  # role -> warps that the schedule gave it
     specs: tuple[RoleSpec, ...]  # what the roles accept
     publishes: Mapping[str, tuple[int, Per]] = {}  # role that writes -> how often, over all blocks of a rank
@@ -212,6 +217,11 @@ class OpPlan(Frozen):
     activation_bytes: int
     operations: int
     source: Source = Source()
+
+    @property
+    def prefetched(self) -> bool:
+        """Whether L2 can be asked for what it streams, or holds, before its time."""
+        return bool(self.held) or (self.stream is not None and self.stream.weight != "")
 
     @property
     def producer(self) -> RoleSpec | None:
@@ -243,7 +253,7 @@ class ParamPlan(Frozen):
 
     name: str
     ctype: str
-    what: Literal["weight", "input", "output", "state", "system"]
+    what: Literal["weight", "input", "output", "state", "history", "system"]
     dtype: DType | None = None
     shape: tuple[int, ...] = ()
 
@@ -281,6 +291,21 @@ class StampPlan(Frozen):
     records: int
     cycles: bool
     bytes: int
+    source: Source = Source()
+
+
+class GuessPlan(Frozen):
+    """L2 is asked for weights of the ``top`` experts that the layer's last launch used most, which is kept in
+    ``parameter``: two copies, of which a launch reads one and writes the other (ops/guess.cuh).
+
+    ``ops``: whose weights. ``first``: those that are used then come first in the table of experts.
+    """
+
+    top: int
+    hint: Hint
+    first: bool
+    ops: tuple[str, ...]
+    parameter: str
     source: Source = Source()
 
 
@@ -327,6 +352,7 @@ class Plan(Frozen):
     nominal_experts: int
     nominal_tokens: int
     stamps: StampPlan | None = None
+    guess: GuessPlan | None = None
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=1)
@@ -337,6 +363,11 @@ class Plan(Frozen):
 
     def op(self, name: str) -> OpPlan:
         return next(o for o in self.ops if o.name == name)
+
+    @property
+    def tells_code(self) -> bool:
+        """Whether the emitted text says where its machine code lies: what is warmed must be found."""
+        return any(s.call in WARMS for k in self.kernels for p in k.programs for s in p.steps)
 
     def loads(self, step: StepPlan) -> bool:
         """Whether a step fills the ring. Its arguments are the first and last share of the stream, and how many stages

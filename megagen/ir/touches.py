@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from megagen.ir.graph import RoleSpec
-from megagen.ir.plan import BarrierUse, ChannelPlan, Plan, Reset, StepPlan, SyncKind
+from megagen.ir.plan import PREFETCH_GUESS, BarrierUse, ChannelPlan, Plan, Reset, StepPlan, SyncKind
 
 Verb = Literal["read", "write", "empty", "poll", "publish", "copy", "wait", "arrive", "expect_tx"]
 What = Literal["channel", "counter", "region", "barrier", "tensor"]
@@ -22,8 +22,11 @@ RING, ACCUM, TABLE = "ring", "accum", "table"
 TABLE_BYTES = 16 + 4 * 256 + 2 * 256 + (2 + 2 + 16) * 128  # ops/top_k.cuh, ExpertTable
 
 
+HISTORY_COPIES = 2
+
+
 class Touch(NamedTuple):
-    """``ahead``: of a channel or its counter, the copy that the launch so many after this one uses."""
+    """``ahead``: of a channel, its counter or a history, the copy that the launch so many after this one uses."""
 
     verb: Verb
     what: What
@@ -60,8 +63,13 @@ def _touches(plan: Plan, step: StepPlan) -> Iterable[Touch]:
         yield from _reads(plan.channel(name), name in back)
     for name in step.writes:
         yield from _writes(plan.channel(name))
+    if plan.guess is not None and step.call == PREFETCH_GUESS:
+        yield Touch("read", "tensor", plan.guess.parameter, HISTORY_COPIES - 1)
     if op is None or spec is None:  # a service, an L2 prefetch
         return
+    if plan.guess is not None and any(plan.channel(name).kind is SyncKind.MBARRIER for name in step.writes):
+        yield Touch("read", "tensor", plan.guess.parameter, HISTORY_COPIES - 1)
+        yield Touch("write", "tensor", plan.guess.parameter)
     for port in spec.reads:
         if port in op.tensors:
             yield Touch("read", "tensor", op.tensors[port])

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-from megagen.dsl.schedule import Prefetch, Schedule
+from megagen.dsl.schedule import Prefetch, Schedule, Warm
 from megagen.errors import Loc, ScheduleError
 from megagen.ir.graph import DType, Graph, Op, Routing, Scope, TensorKind
 from megagen.ir.plan import (
+    PREFETCH_GUESS,
     BarrierPlan,
     BarrierUse,
     ChannelPlan,
+    GuessPlan,
     HeapPlan,
     Hint,
     KernelPlan,
@@ -32,7 +34,7 @@ from megagen.ir.plan import (
     SyncKind,
     WeightPlan,
 )
-from megagen.ir.touches import TABLE_BYTES, prefetch_uses, role_uses
+from megagen.ir.touches import HISTORY_COPIES, TABLE_BYTES, prefetch_uses, role_uses
 from megagen.lower.channels import Edges, counted, layout
 from megagen.lower.memory import Arena
 from megagen.ops.expert_gemm import ExpertGemm
@@ -45,6 +47,7 @@ STAMP, STAMP_HEADER = 16, 4  # bytes of a record, records before a warp's (debug
 MOST_STAMPS, MOST_STAMPED_STEPS = 1 << 32, 0xFFF
 COARSE_TIMER_NS = 64  # a GPU's timer of larger steps is too coarse for stamps
 MEASURED_EXPERTS = 49
+HISTORY, HISTORY_WORDS = "history", 64  # of a layer's launches, words of a copy (ops/guess.cuh)
 PARAMETER: dict[TensorKind, Literal["input", "output", "state"]] = {
     TensorKind.INPUT: "input", TensorKind.OUTPUT: "output", TensorKind.STATE: "state",
 }  # fmt: skip
@@ -97,6 +100,7 @@ class _Lowering:
         self.points = self._points()
         self.begins = self._begins()
         self.nominal = nominal(schedule.graph)
+        self.guess = self._guess()
 
     # pieces -----------------------------------------------------------------------------------------------------
 
@@ -154,6 +158,7 @@ class _Lowering:
             params=params, weights=weights, regions=tuple(regions), barriers=barriers, channels=channels, ops=ops,
             kernels=kernels, choices={name: value for name, (value, _) in sorted(s.offered.items())},
             nominal_experts=self.nominal.experts, nominal_tokens=self.nominal.tokens, stamps=self._stamps(len(kernels)),
+            guess=self.guess,
         )  # fmt: skip
 
     def _stamps(self, kernels: int) -> StampPlan | None:
@@ -173,6 +178,26 @@ class _Lowering:
             source=source(loc),
         )
 
+    def _guess(self) -> GuessPlan | None:
+        """One kernel asks for its experts before it knows them; of several, each begins when all is known."""
+        asked = [p for p in self.s.prefetches if p.experts is not None]
+        first = self.s.first_experts
+        if first is not None and not asked:
+            raise ScheduleError(
+                "no experts are asked for that could come first", loc=first,
+                hint="s.prefetch(g.gate_up.weight, into=L2, experts=previous_step(top=8), ...)",
+            )  # fmt: skip
+        if not asked or not self.fused:
+            return None
+        (guess, *_) = (p.experts for p in asked if p.experts is not None)
+        weights = {p.op: self.g.op(p.op).weights["weight"] for p in asked}
+        if guess.top > min(w.experts for w in weights.values()):
+            raise ScheduleError(f"top={guess.top}: there are fewer experts", loc=guess.loc)
+        return GuessPlan(
+            top=guess.top, hint=guess.hint, first=first is not None, ops=tuple(weights), parameter=HISTORY,
+            source=source(asked[0].loc),
+        )  # fmt: skip
+
     def _index(self) -> int:
         self.edge_index += 1
         return self.edge_index - 1
@@ -183,9 +208,10 @@ class _Lowering:
 
     def _begins(self) -> dict[str, tuple[list[int], Loc | None]]:
         """Ops whose beginning in the block a warp waits for, to ask L2 for a weight: the other warps, who say so."""
-        asked: dict[str, list[Prefetch]] = {}
-        for p in self.s.prefetches:
-            if p.into.l2 and p.at is not None and self.fused:
+        asked: dict[str, list[Prefetch | Warm]] = {}
+        some: list[Prefetch | Warm] = [*(p for p in self.s.prefetches if p.into.l2), *self.s.warms]
+        for p in some:
+            if p.at is not None and self.fused:
                 asked.setdefault(p.at, []).append(p)
         found = {
             op: ([w for w in self._point_warps(op) if w not in {p.warp for p in ps}], ps[0].loc)
@@ -292,6 +318,9 @@ class _Lowering:
                             shape=(w.experts, 2 if w.gate_up else 1),
                         )
                     )  # fmt: skip
+        if self.guess is not None:
+            shape = (HISTORY_COPIES, HISTORY_WORDS)
+            params.append(ParamPlan(name=HISTORY, ctype="u8*", what="history", dtype=DType.U32, shape=shape))
         return tuple(params), tuple(weights)
 
     def _op(self, op: Op) -> OpPlan:
@@ -320,7 +349,7 @@ class _Lowering:
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,
             barriers={"group": f"group_{op.name}"} if compute else {},
-            regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(),
+            regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(), held=op.held,
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(), publishes={r.name: op.publishes(r.name) for r in op.roles() if r.writes},
             sends={r.name: n for r in op.roles() if r.writes and (n := op.sends(r.name)) is not None},
@@ -375,10 +404,16 @@ class _Lowering:
             if begin is not None and warp in begin[0]:
                 steps.append(self._point("signal_point", f"begin_{op.name}", begin[1]))
             for p in self.s.prefetches:
-                if p.into.l2 and p.at == op.name and p.warp == warp and (self.fused or p.op == op.name):
+                mine = p.into.l2 and p.at == op.name and p.warp == warp
+                if mine and (self.fused or (p.op == op.name and p.experts is None)):
                     if begin is not None:
                         steps.append(self._point("wait_point", f"begin_{op.name}", p.loc))
-                    steps.append(self._prefetch_l2(p, channels))
+                    steps.append(self._prefetch_l2(p, channels) if p.experts is None else self._prefetch_guess(p))
+            for w in self.s.warms if self.fused else ():
+                if w.next and w.at == op.name and w.warp == warp:
+                    if begin is not None:
+                        steps.append(self._point("wait_point", f"begin_{op.name}", w.loc))
+                    steps.append(self._warm(w))
             for role in op.roles():
                 warps = self.roles.get((op.name, role.name), ())
                 if warp in warps:
@@ -408,7 +443,9 @@ class _Lowering:
         lead = 0
         while lead < len(steps) and self._early(steps[lead]):
             lead += 1
-        framed = [*steps[:lead], _service("attach")]
+        # a launch's code depends on nothing; of several kernels each runs but once, and no other's is known
+        warm = [self._warm(w) for w in self.s.warms if self.fused and not w.next and w.warp == warp]
+        framed = [*warm, *steps[:lead], _service("attach")]
         # whoever triggers has waited for the previous launch by then
         early, last = self.launch.early_trigger, warp in self._last_warps(ops)
         if self.launch.pdl and early and warp == self._first_attached(ops):
@@ -422,6 +459,10 @@ class _Lowering:
         if any((s.op, s.call) in self.producers for s in steps):
             framed.append(_service("drain"))
         return framed
+
+    def _warm(self, w: Warm) -> StepPlan:
+        call = "warm_next" if w.next else "warm_code"
+        return StepPlan(op=None, call=call, args=(min(w.blocks, self.blocks),), index=0, source=source(w.loc))
 
     def _early(self, step: StepPlan) -> bool:
         """Whether a step streams a weight, and waits for nothing to know which of it."""
@@ -498,6 +539,9 @@ class _Lowering:
             index=0,
             source=source(p.loc),
         )
+
+    def _prefetch_guess(self, p: Prefetch) -> StepPlan:
+        return StepPlan(op=p.op, call=PREFETCH_GUESS, index=0, source=source(p.loc))
 
 
 def _service(call: str, loc: Loc | None = None, writes: tuple[str, ...] = ()) -> StepPlan:

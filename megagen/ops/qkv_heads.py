@@ -58,6 +58,10 @@ class QkvHeads(Op):
         }
 
     @property
+    def held(self) -> tuple[str, ...]:
+        return ("keys", "values") if self.rotate else ()  # what grows comes through the ring, and would fill L2
+
+    @property
     def rows(self) -> int:
         return 2 * (self.heads + self.kv_heads) * HEAD_DIM
 

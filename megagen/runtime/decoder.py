@@ -96,7 +96,7 @@ class Decoder(ABC):
                 given |= {f"next_{name}": x for name, x in caches[i].items()}
             if "logits" in needed:
                 given |= self._outputs(rank)
-            layer = rank.bind(given)
+            layer = rank.bind(given, then=ranks[(i + 1) % len(ranks)])
             shared |= {name: layer.tensors[name] for name in shared if name in layer.tensors}
             bound.append(layer)
             progress()

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megagen.compile.report import sections
 from megagen.errors import DeviceError
 
+CODE_ALIGNMENT = 128
 PORTABLE_CLUSTER = 8  # blocks; larger clusters must be opted into
 INSTALL = "install the GPU extra: pip install 'megagen[gpu]' (in a checkout: pip install -e '.[gpu]')"
 
@@ -178,6 +180,20 @@ class Module:
     def kernel(self, name: str, geometry: Geometry) -> Kernel:
         tried = f"looking up kernel {name} in {self.path.name}"
         return Kernel(name, call(tried, api().cuModuleGetFunction, self._handle, name.encode()), geometry)
+
+    def code(self, name: str) -> tuple[int, int]:
+        """Address and bytes of a kernel's machine code; (0, 0) where the module does not tell (``<name>_code``)."""
+        driver = api()
+        status, place, _ = driver.cuModuleGetGlobal(self._handle, f"{name}_code".encode())
+        if status == driver.CUresult.CUDA_ERROR_NOT_FOUND:
+            return 0, 0
+        tried, word = f"asking where the code of {name} lies", ctypes.c_uint64()
+        if int(status) != 0:
+            raise DeviceError(f"{tried}: {status.name}")
+        call(tried, driver.cuMemcpyDtoH, ctypes.addressof(word), place, ctypes.sizeof(word))
+        if word.value >> 32 == 0 or word.value % CODE_ALIGNMENT:
+            raise DeviceError(f"{tried}: {word.value:#x} is no address of code", hint="leave warm_code out")
+        return word.value, len(sections(self.path.read_bytes())[f".text.{name}"])
 
     def unload(self) -> None:
         """Unload; kernels and captured graphs of this module must not be used any more. Idempotent."""

@@ -21,7 +21,7 @@ CONTROL_POSITIONS = 16  # of each token
 CONTROL_ANCESTORS = 32  # of each token: a bit for every token of the launch that it sees
 TORCH_NAMES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.U32: "int32"}
 
-_SYSTEM = struct.Struct(f"<{MAX_LIVE}Q {MAX_LIVE}Q QQ IIII Q 24x")
+_SYSTEM = struct.Struct(f"<{MAX_LIVE}Q {MAX_LIVE}Q QQ IIII Q QQ II")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class System:
     """``megagen::System`` (include/megagen/types.cuh), 192 bytes. Addresses are device addresses.
 
     ``control``: u32[64]. ``route_override``: i32[16][top_k], -1 keeps the router's choice; 0 for none.
-    ``timeout_ms``: bound of every wait, 0 for none. ``stamps``: where a stamped kernel writes them.
+    ``timeout_ms``: bound of every wait, 0 for none. ``stamps``: where a stamped kernel writes them. ``code``: address
+    and bytes of the kernel's machine code, ``next_code``: of another one's that is launched next.
     """
 
     heaps: Sequence[int]  # of each live rank
@@ -41,6 +42,8 @@ class System:
     world: int
     timeout_ms: int
     stamps: int = 0
+    code: tuple[int, int] = (0, 0)
+    next_code: tuple[int, int] = (0, 0)
 
     def pack(self) -> bytes:
         if not 1 <= self.live <= MAX_LIVE or self.world % self.live or not 0 <= self.rank < self.live:
@@ -55,7 +58,8 @@ class System:
         rest = [0] * (MAX_LIVE - self.live)
         addresses = (*self.heaps, *rest, *self.aborts, *rest)
         numbers = (self.rank, self.live, self.world, self.timeout_ms * 1_000_000)
-        return _SYSTEM.pack(*addresses, self.control, self.route_override, *numbers, self.stamps)
+        code = (self.code[0], self.next_code[0], self.code[1], self.next_code[1])
+        return _SYSTEM.pack(*addresses, self.control, self.route_override, *numbers, self.stamps, *code)
 
 
 def pointers(plan: Plan) -> tuple[ParamPlan, ...]:

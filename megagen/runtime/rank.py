@@ -50,6 +50,7 @@ class Rank(ABC):
     """
 
     in_place = True
+    code = (0, 0)  # address and bytes of the kernel's machine code, where it is known
     _torch: Any
 
     def __init__(
@@ -112,6 +113,7 @@ class Rank(ABC):
             live=self.live,
             world=self.plan.tp,
             timeout_ms=self.timeout_ms,
+            code=self.code,
         )
         self._system.pack()  # refuse an impossible world now
         with self.writing(self._routes):
@@ -162,17 +164,20 @@ class Rank(ABC):
             made.zero_()
         return made
 
-    def bind(self, tensors: Mapping[str, torch.Tensor]) -> Layer:
+    def bind(self, tensors: Mapping[str, torch.Tensor], *, then: Rank | None = None) -> Layer:
         """Check and bind a tensor for each parameter; the session's own outputs stand in for outputs not given.
 
-        State is read and written where it is given: a launch keeps what it does not replace.
+        ``then``: whose launch will follow, if that is known.
+
+        State is read and written where it is given: a launch keeps what it does not replace. What a layer's launches
+        remember for its next ones is the Layer's own.
 
         Weights are in the packed layout of :mod:`megagen.ops.packing`, on this session's device; what is bound is in
         the Layer's ``tensors``. Raises DeviceError that names every parameter that is missing, unknown, of wrong type
         or size, strided or misaligned, or written where another one lies: nothing orders a launch's reads of one tensor
         and its writes of another.
         """
-        given = {**self.outputs, **tensors}
+        given = {**self.outputs, **self._histories(tensors), **tensors}
         problems = [f"{name}: no such parameter" for name in given if name not in self._expected]
         problems += [
             f"{name}: {problem}"
@@ -188,6 +193,8 @@ class Rank(ABC):
             )
         placed = self._settled(given)
         stamps, system = None, self._system
+        if then is not None and then is not self:
+            system = replace(system, next_code=then.code)
         if self.plan.stamps is not None:
             stamps = self._empty("stamps", "state", "uint8", (self.plan.stamps.bytes,))
             with self.writing(stamps):
@@ -196,12 +203,22 @@ class Rank(ABC):
         data = params.pack(self.plan, system, {name: t.data_ptr() for name, t in placed.items()})
         return Layer(tensors=placed, block=driver.ParameterBlock(data), stamps=stamps)
 
+    def _histories(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Of what a layer's launches remember from one to the next: nothing yet."""
+        found = {}
+        for p in self.plan.params:
+            if p.what == "history" and p.name not in given:
+                found[p.name] = made = self._empty(p.name, "state", p.dtype, p.shape)
+                with self.writing(made):
+                    made.zero_()
+        return found
+
     def _settled(self, given: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors in device memory, ready to be read by a launch."""
         return given
 
     def _overlaps(self, given: Mapping[str, torch.Tensor]) -> list[str]:
-        written = {p.name for p in self.plan.params if p.what in ("output", "state")}
+        written = {p.name for p in self.plan.params if p.what in ("output", "state", "history")}
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size(), name) for name, t in given.items())
         found, reach = [], (0, "")  # the furthest end so far, and whose
         for begin, end, name in spans:

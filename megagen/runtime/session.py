@@ -116,6 +116,8 @@ class Session(Rank):
 
         pinned = torch.zeros(IN_FLIGHT, params.CONTROL_WORDS, dtype=torch.int32, pin_memory=True)
         self._uploads = Uploads(list(pinned), torch.cuda.Event)
+        if plan.fused:
+            self.code = self._module.code(plan.kernels[0].name)
         super().__init__(
             plan,
             device_,

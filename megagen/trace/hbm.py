@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megagen.ir.plan import WARMS
 from megagen.trace.table import Bools, Floats, Ints, Launch
 
 WHOLE = 1024  # the unit of shares (ops/stream.cuh)
@@ -78,6 +79,8 @@ def fresh(launch: Launch) -> Ints:
     names = launch.names
     shares = {s.op: (s.index, *s.args) for s in names.steps if s.call == "prefetch_l2"}
     nbytes = launch.ask_bytes.copy()
+    warm = np.array([s.call in WARMS for s in names.steps])
+    nbytes[warm[launch.ask_step]] = 0  # in L2 already, or one of several blocks' asks
     for op, (_, first, last) in shares.items():
         steps = names.having(op=op)[launch.ask_step]
         loads, early = np.flatnonzero(steps & launch.ask_ring), np.flatnonzero(steps & ~launch.ask_ring)

@@ -131,9 +131,9 @@ class _Writer:
             _annotate(event, "slot", int(launch.slot[row]))
 
     def _ask(self, launch: Launch, ask: int, origin: int) -> None:
-        ring, op = bool(launch.ask_ring[ask]), self.names.roles[self.names.role[launch.ask_step[ask]]][0]
+        ring, (op, call) = bool(launch.ask_ring[ask]), self.names.roles[self.names.role[launch.ask_step[ask]]]
         track, time = self._warp(int(launch.ask_thread[ask])), origin + int(launch.ask_time[ask])
-        event = self._event(self.event.TYPE_INSTANT, track, time, f"{'load' if ring else 'prefetch'} {op}")
+        event = self._event(self.event.TYPE_INSTANT, track, time, f"{'load' if ring else 'prefetch'} {op or call}")
         event.categories.append("load" if ring else "prefetch")
         _annotate(event, "bytes", int(launch.ask_bytes[ask]))
         if ring:

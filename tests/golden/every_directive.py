@@ -44,6 +44,8 @@ def schedule(machine: Machine, tp: int = 8, tokens: int = 16, choices: dict[str,
     s.prefetch(g.unpooler.weight, into=ring | L2, share=1 / 4, by=s.warp(1), during=g.down)  # @both
     s.prefetch(g.down.weight, into=L2, share=1 / 2, by=s.warp(3), before=g.gate_up)  # @l2
     s.prefetch(g.pooler.weight, into=ring, share=1)
+    s.warm_code(by=s.warp(1), blocks=6)  # @warm
+    s.warm_code(by=s.warp(3), next=True, before=g.combine)  # @warm_next
     s.sync(g.pre_ffn_norm >> g.router, counter())  # @counter
     s.sync(g.router.reduce >> g.top_k.select, lamport(empty=ALL_ONES, reset=by_reader))  # @by_reader
     s.sync(g.top_k.tables >> g.gate_up.math, mbarrier())  # @mbarrier

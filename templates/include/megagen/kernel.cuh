@@ -15,6 +15,10 @@ namespace megagen {
 // count starts again.
 constexpr u32 kLastEpoch = 0xfffffffbu;
 
+constexpr u32 kLine = 128; // bytes of a cache line
+constexpr u32 kMostCode =
+    (1u << 20) - kLine; // more than kernels have; an L2 prefetch of 1 MB is encoded as one of nothing
+
 constexpr u32 kSettled = 50'000; // ns: far more than a store to another block of the cluster takes
 
 template <class K>
@@ -113,6 +117,31 @@ struct Context {
 
     // Completed launches, as this block counts them.
     __device__ __forceinline__ u32 epoch() const { return ptx::ld_relaxed_gpu(heap() + K::kEpochOffset + 4 * block); }
+
+    // Asks L2 for machine code, which it would lose to weights, and to keep it. Each piece is asked for in kEach
+    // blocks, far apart, as the halves of an L2 may each want a copy. Nothing depends on it.
+    template <u32 kEach>
+    __device__ __forceinline__ void warm(const u8* code, u32 bytes) {
+        static_assert(kEach <= K::kBlocks, "a piece a block");
+        const u32 lines = (bytes < kMostCode ? bytes : kMostCode) / kLine;
+        const u64 policy = ptx::policy_evict_last();
+#pragma unroll 1
+        for (u32 i = lane; i < kEach; i += 32) {
+            const Range r = share_of(lines, (block * kEach + i) % K::kBlocks, K::kBlocks);
+            if (r.first < r.last)
+                ptx::bulk_prefetch_l2_hint(code + r.first * kLine, (r.last - r.first) * kLine, policy);
+        }
+        __syncwarp();
+        stamps.prefetches(*this, lines * kEach / K::kBlocks * kLine);
+    }
+    template <u32 kEach>
+    __device__ __forceinline__ void warm_code() {
+        warm<kEach>(p.sys.code, p.sys.code_bytes);
+    }
+    template <u32 kEach>
+    __device__ __forceinline__ void warm_next() {
+        warm<kEach>(p.sys.next_code, p.sys.next_bytes);
+    }
 
     __device__ __forceinline__ void trigger() {
         if constexpr (K::kPdl) ptx::griddepcontrol_launch_dependents();

@@ -26,7 +26,10 @@ struct System {
     u32 world;                 // ranks including stand-ins
     u32 timeout_ns;            // bound of every wait; 0 = only an abort ends it
     u8* stamps;                // this launch's, where the kernel makes some
-    u32 reserved[6];
+    const u8* code;            // this kernel's machine code, and that of the kernel whose launch follows if it is
+    const u8* next_code;       // another one; null where nobody wants to know
+    u32 code_bytes;
+    u32 next_bytes;
 };
 static_assert(sizeof(System) == 192, "runtime packs 192 bytes");
 

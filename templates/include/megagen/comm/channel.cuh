@@ -234,45 +234,44 @@ struct Channel {
     // As above, of each lane the vectors that it wants.
     template <u32 kN, class Ctx, class Wanted, class Index>
     MEGAGEN_DEVICE bool read_where(Ctx& ctx, uint4 (&v)[kN], Wanted wanted, Index index) {
-#pragma unroll
-        for (u32 i = 0; i < kN; ++i) v[i] = {0, 0, 0, 0};
+        constexpr uint4 kNothing = {0, 0, 0, 0};
         if constexpr (D::kKind == Sync::kCluster) {
             if (ctx.dead) return false;
 #pragma unroll
-            for (u32 i = 0; i < kN; ++i) {
-                if (wanted(i) && !ctx.dry) v[i] = ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i)));
-            }
+            for (u32 i = 0; i < kN; ++i)
+                v[i] = wanted(i) && !ctx.dry ? ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i))) : kNothing;
             return true;
         } else {
             u8* base = copy(ctx, ctx.heap());
             if constexpr (!kLamport) {
                 if (ctx.dead) return false;
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) {
-                    if (wanted(i) && !ctx.dry) v[i] = load(place(base, i, index));
-                }
+                for (u32 i = 0; i < kN; ++i) v[i] = wanted(i) && !ctx.dry ? load(place(base, i, index)) : kNothing;
                 return true;
             }
-            // Once something is found missing, poll that one vector until it is there, and read nothing again that has
-            // come: polls take L2 bandwidth from the weight streams.
-            bool done = false, probing = false;
-            u32 missing = 0;
+#pragma unroll
+            for (u32 i = 0; i < kN; ++i) v[i] = wanted(i) ? load(place(base, i, index)) : kNothing;
+            // Polls take L2 bandwidth from the weight streams and from the writers: while a warp lacks something, one
+            // lane polls one vector for all, and nothing is read again that has come.
+            u32 missing = kN, lacking = 0; // one of this lane's vectors; the lanes
             const bool ok = wait_until(ctx, D::kIndex, static_cast<u32>(index(0)), which(ctx, 0), [&] {
-                if (done) return true;
-                if (probing && has_empty(load(base + index(missing) * D::kElementBytes))) return false;
-                probing = done = true;
+                if (lacking != 0) {
+                    bool here = true;
+                    if (kN > 2 && ctx.lane == static_cast<u32>(__ffs(lacking)) - 1)
+                        here = !has_empty(load(base + index(missing) * D::kElementBytes));
+                    if (kN > 2 && !__all_sync(kFullMask, here)) return here;
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) {
-                    if (wanted(i)) v[i] = load(place(base, i, index));
-                }
-#pragma unroll
-                for (u32 i = 0; i < kN; ++i) {
-                    if (wanted(i) && has_empty(v[i])) {
-                        done = false;
-                        missing = i;
+                    for (u32 i = 0; i < kN; ++i) {
+                        if (wanted(i) && has_empty(v[i])) v[i] = load(place(base, i, index));
                     }
                 }
-                return done;
+                missing = kN;
+#pragma unroll
+                for (u32 i = 0; i < kN; ++i) {
+                    if (wanted(i) && has_empty(v[i])) missing = i;
+                }
+                lacking = __ballot_sync(kFullMask, missing < kN);
+                return missing == kN;
             });
             if (ok && !ctx.dry) {
 #pragma unroll
@@ -377,6 +376,11 @@ struct Output {
 
     template <class Ctx>
     MEGAGEN_DEVICE void publish(const Ctx&) {}
+
+    template <class Ctx>
+    MEGAGEN_DEVICE const u8* place(const Ctx& ctx, u64 byte) {
+        return D::pointer(ctx.p) + byte;
+    }
 };
 
 } // namespace megagen

@@ -22,9 +22,10 @@ MEGAGEN_DEVICE bool sum_chunks(Ctx& ctx, u32 row, u32 token, bool valid, float (
 #pragma unroll 1
     for (u32 c = 0; c < ctx.rounds(kChunks, kBatch); c += kBatch) {
         uint4 v[kBatch];
+        const u32 first =
+            ((c * kRowBlocks + row / kRowBlock) * Ctx::Kernel::kTokens + token) * kRowBlock + row % kRowBlock;
         const auto index = [&](u32 i) {
-            return (((c + i) * kRowBlocks + row / kRowBlock) * Ctx::Kernel::kTokens + token) * kRowBlock +
-                   row % kRowBlock;
+            return static_cast<u64>(first) + i * (kRowBlocks * Ctx::Kernel::kTokens * kRowBlock);
         };
         if (!Partials::read(ctx, v, valid, index)) return false;
         Partials::template release<kBatch>(ctx, valid, index);

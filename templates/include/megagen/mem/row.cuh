@@ -85,17 +85,35 @@ MEGAGEN_DEVICE float warp_sum(float x) {
     return x;
 }
 
+// Sums of several values at once, in the tree of warp_sum: at each of the first steps a lane hands half of them over
+// and keeps the other half. Lane l is left with the sum of value l / (32 / kN).
+template <u32 kN>
+MEGAGEN_DEVICE float warp_sums(const float (&x)[kN], u32 lane) {
+    static_assert((kN & (kN - 1)) == 0 && kN <= 32, "halves of halves");
+    float y[kN];
+#pragma unroll
+    for (u32 i = 0; i < kN; ++i) y[i] = x[i];
+#pragma unroll
+    for (u32 d = 16, n = kN / 2; d > 0; d /= 2, n /= 2) {
+        const bool upper = (lane & d) != 0;
+        if (n == 0) y[0] += __shfl_xor_sync(kFullMask, y[0], d);
+#pragma unroll
+        for (u32 i = 0; i < n; ++i) {
+            const float kept = upper ? y[i + n] : y[i], given = upper ? y[i] : y[i + n];
+            y[i] = kept + __shfl_xor_sync(kFullMask, given, d);
+        }
+    }
+    return y[0];
+}
+
 // Sums kN values over the eight warps of a group, ascending. `round` counts calls on this barrier; scratch holds two
 // rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may store:
 // what a warp writes nobody reads before that warp has arrived.
 template <class Group, u32 kN, class Ctx>
 MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
     const u32 base = scratch + round % 2 * (kSlices * kN * 4);
-#pragma unroll
-    for (u32 i = 0; i < kN; ++i) {
-        x[i] = warp_sum(x[i]);
-        if (ctx.lane == 0) ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);
-    }
+    const float sum = warp_sums(x, ctx.lane);
+    if (ctx.lane % (32 / kN) == 0) ptx::st_shared_f32(base + (ctx.lane / (32 / kN) * kSlices + warp) * 4, sum);
     Barrier<Group>::arrive(ctx, 0);
     if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
 #pragma unroll

@@ -27,7 +27,7 @@ struct Combine {
     using Slice = RowSlice<Op::kWidth, 8>;
     static constexpr u32 kN = Slice::kVectors;
     static constexpr u32 kTopK = Op::kTopK;
-    static constexpr u32 kBatch = Op::kParts == 1 ? 2 : 1; // slots on their way at once, as registers allow
+    static constexpr u32 kBatch = Op::kParts == 1 ? 4 : 1; // slots on their way at once, as registers allow
 
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
@@ -98,7 +98,8 @@ struct Combine {
     // kBatch (token, slot) rows of the slice.
     template <class Ctx>
     MEGAGEN_DEVICE bool read_slots(Ctx& ctx, u32 row, u32 slice, u32 (&x)[kTopK][kN][4], u32 first) {
-        const auto element = [&](u32 s, u32 i) { return (row + s) * Op::kWidth + Slice::element(slice, ctx.lane, i); };
+        const u32 at = row * Op::kWidth + Slice::element(slice, ctx.lane, 0);
+        const auto element = [&](u32 s, u32 i) { return static_cast<u64>(at) + (s * Op::kWidth + i * Slice::kStep); };
         if constexpr (Op::kParts == 1) {
             uint4 v[kBatch * kN];
             if (!Op::In::read(ctx, v, true, [&](u32 i) { return element(i / kN, i % kN); })) return false;
@@ -118,7 +119,7 @@ struct Combine {
 
     // A vector when K was sharded: the ranks' contributions added in rank order, rounded to bf16 once.
     template <class Ctx>
-    MEGAGEN_DEVICE bool sum_parts(Ctx& ctx, u32 element, u32 (&to)[4]) {
+    MEGAGEN_DEVICE bool sum_parts(Ctx& ctx, u64 element, u32 (&to)[4]) {
         constexpr u32 kPartStride = Ctx::Kernel::kTokens * kTopK * Op::kWidth;
         uint4 v[Op::kParts];
         if (!Op::In::read(ctx, v, true, [&](u32 part) { return part * kPartStride + element; })) return false;

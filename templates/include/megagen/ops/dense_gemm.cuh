@@ -44,8 +44,18 @@ struct DenseGemm {
     };
 
     // Units in memory order, K chunk by K chunk, so that a block's run shares its activations; when partial sums travel
-    // within a cluster, the row blocks are dealt to clusters first.
+    // within a cluster, the row blocks are dealt to clusters first. Where it costs no block a unit more, a block keeps
+    // to one chunk, and some blocks have nothing: activations are read once, not in the middle of a run.
     struct Tiles {
+        // Blocks that share a chunk, 0 where runs go on from one to the next.
+        template <u32 kBlocks>
+        MEGAGEN_DEVICE constexpr u32 team() {
+            constexpr u32 kTeam = kBlocks / kChunks;
+            if constexpr (kTeam == 0) return 0;
+            constexpr u32 kAlone = kTeam == 0 ? 0 : (kRowBlocks + kTeam - 1) / (kTeam == 0 ? 1 : kTeam);
+            return kAlone <= (kRowBlocks * kChunks + kBlocks - 1) / kBlocks ? kTeam : 0;
+        }
+
         template <class Ctx>
         MEGAGEN_DEVICE Range row_blocks(const Ctx& ctx) {
             if constexpr (kClustered) return Op::Partials::cluster_share(ctx);
@@ -58,6 +68,13 @@ struct DenseGemm {
             if constexpr (kClustered) {
                 const Range r = row_blocks(ctx);
                 return share_of((r.last - r.first) * kChunks, ctx.block % K::kCluster, K::kCluster);
+            }
+            constexpr u32 kTeam = team<K::kBlocks>();
+            if constexpr (kTeam > 0) {
+                const u32 chunk = ctx.block / kTeam;
+                if (chunk >= kChunks) return {0, 0};
+                const Range r = share_of(kRowBlocks, ctx.block % kTeam, kTeam);
+                return {chunk * kRowBlocks + r.first, chunk * kRowBlocks + r.last};
             }
             return share_of(kRowBlocks * kChunks, ctx.block, K::kBlocks);
         }
@@ -108,14 +125,15 @@ struct DenseGemm {
             const Unit unit = Tiles::unit(ctx, i);
             if (unit.chunk != chunk) {
                 chunk = unit.chunk;
+                u32 row[kTiles]; // a column without a token multiplies the first one's: nobody takes what it makes
 #pragma unroll
                 for (u32 t = 0; t < kTiles; ++t) {
                     const u32 token = t * 8 + ctx.lane / 4;
-                    if (!load_operand<typename Op::In, kGroups, kTiles * kGroupWords>(
-                            ctx, b[0][t], token < ctx.tokens, token * Op::kK + chunk * Op::kUnitK,
-                            [&](u32 q) { return (slice * kGroups + q) * kGroup; }))
-                        return;
+                    row[t] = (token < ctx.tokens ? token : 0) * Op::kK + chunk * Op::kUnitK + slice * kGroups * kGroup;
                 }
+                if (!load_operand<typename Op::In, kGroups, kTiles>(ctx, b[0][0], row,
+                                                                    [](u32 q) { return q * kGroup; }))
+                    return;
             }
             if (!Ctx::Ring::acquire(ctx)) return;
             Accumulators<kTiles> acc;
@@ -200,7 +218,7 @@ struct DenseGemm {
             mine.first += ctx.block % stride;
         }
         mine = ctx.rounds(mine, stride);
-        constexpr u32 kBatch = kChunks % 4 ? kChunks : 4; // loads on their way at once, as registers allow
+        constexpr u32 kBatch = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks; // sums on their way at once
         const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
         const bool valid = token < ctx.tokens;
 #pragma unroll 1
@@ -209,9 +227,10 @@ struct DenseGemm {
 #pragma unroll 1
             for (u32 c = 0; c < ctx.rounds(kChunks, kBatch); c += kBatch) {
                 uint4 v[2 * kBatch];
+                const u32 first = ((c * kRowBlocks + rb) * Ctx::Kernel::kTokens + token) * kRowBlock + half;
                 const auto index = [&](u32 i) {
-                    return (((c + i / 2) * kRowBlocks + rb) * Ctx::Kernel::kTokens + token) * kRowBlock + half +
-                           i % 2 * 4;
+                    return static_cast<u64>(first) +
+                           (i / 2 * (kRowBlocks * Ctx::Kernel::kTokens * kRowBlock) + i % 2 * 4);
                 };
                 if (!Op::Partials::read(ctx, v, valid, index)) return;
                 Op::Partials::template release<2 * kBatch>(ctx, valid, index);

@@ -45,21 +45,54 @@ struct ExpertGemm {
                   "a stage is a piece of a row block or several whole ones");
     static_assert(kBlocksPerStage * kSlices * kSliceBytes == Op::kStageBytes, "packing and policy agree");
 
+    using Past = Guess<typename Op::Table::Description>;
+
+    // Tiles of a block in the order in which it works: a share of the entries that come first, then one of the others.
+    struct Run {
+        static constexpr u32 kParts = Past::kFirst ? 2 : 1;
+        Range part[kParts];
+
+        __device__ __forceinline__ Range of(u32 i) const { return i == 0 ? part[0] : part[kParts - 1]; }
+        __device__ __forceinline__ u32 count() const {
+            u32 n = part[0].last - part[0].first;
+            if constexpr (kParts > 1) n += part[1].last - part[1].first;
+            return n;
+        }
+        __device__ __forceinline__ u32 tile(u32 i) const {
+            const u32 n = part[0].last - part[0].first;
+            if constexpr (kParts > 1) return i < n ? part[0].first + i : part[1].first + i - n;
+            return part[0].first + i;
+        }
+    };
+
     struct Tiles {
         template <class Ctx>
-        MEGAGEN_DEVICE Range run(const Ctx& ctx) {
-            return share_of(Op::Table::get(ctx).used() * kTilesPerExpert, ctx.block, Ctx::Kernel::kBlocks);
+        MEGAGEN_DEVICE Run run(const Ctx& ctx) {
+            const ExpertTable table = Op::Table::get(ctx);
+            const u32 all = table.used() * kTilesPerExpert;
+            const Range mine = share_of(all, ctx.block, Ctx::Kernel::kBlocks);
+            if constexpr (!Past::kFirst) {
+                return {{mine}};
+            } else {
+                const u32 some = table.ahead() * kTilesPerExpert;
+                const Range ahead = share_of(some, ctx.block, Ctx::Kernel::kBlocks);
+                // In all as many as without them, where each block has one of the others; else these are dealt alike.
+                if (all - some < Ctx::Kernel::kBlocks) {
+                    const Range rest = share_of(all - some, ctx.block, Ctx::Kernel::kBlocks);
+                    return {{ahead, {some + rest.first, some + rest.last}}};
+                }
+                return {{ahead, {some + mine.first - ahead.first, some + mine.last - ahead.last}}};
+            }
         }
 
         template <class Ctx>
         MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
-            const Range r = run(ctx);
-            return (r.last - r.first) * kStagesPerTile;
+            return run(ctx).count() * kStagesPerTile;
         }
 
         template <class Ctx>
         MEGAGEN_DEVICE const u8* source(const Ctx& ctx, u32 i) {
-            const u32 tile = run(ctx).first + i / kStagesPerTile;
+            const u32 tile = run(ctx).tile(i / kStagesPerTile);
             const u32 expert = Op::Table::get(ctx).expert(tile / kTilesPerExpert);
             const u64 stage = static_cast<u64>(expert * kTilesPerExpert + tile % kTilesPerExpert) * kStagesPerTile +
                               i % kStagesPerTile;
@@ -80,17 +113,45 @@ struct ExpertGemm {
         Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
     }
 
+    // Asks L2 for the weights of the experts that the layer's last launch used most: a block for its share of stages.
+    template <class Ctx>
+    MEGAGEN_DEVICE void prefetch_guess(Ctx& ctx) {
+        constexpr u32 kStages = kTilesPerExpert * kStagesPerTile; // of an expert
+        if (ctx.dead) return;
+        const u32 guessed = Past::recall(ctx);
+        const u32 experts = __popc(__ballot_sync(kFullMask, guessed != 0));
+        const Range mine = share_of(experts * kStages, ctx.block, Ctx::Kernel::kBlocks);
+        const u64 policy = cache_policy<static_cast<Hint>(Past::Policy::kHint)>();
+#pragma unroll 1
+        for (u32 at = mine.first; at < mine.last; at += 32) {
+            const u32 i = at + ctx.lane;
+            const u32 expert = __shfl_sync(kFullMask, guessed, i / kStages % 32) - 1;
+            if (i >= mine.last) continue;
+            const u8* stage = Op::weight(ctx.p) + (static_cast<u64>(expert) * kStages + i % kStages) * Op::kStageBytes;
+            if constexpr (static_cast<Hint>(Past::Policy::kHint) == Hint::kEvictNormal)
+                ptx::bulk_prefetch_l2(stage, Op::kStageBytes);
+            else
+                ptx::bulk_prefetch_l2_hint(stage, Op::kStageBytes, policy);
+        }
+        __syncwarp();
+        ctx.stamps.prefetches(ctx, (mine.last - mine.first) * Op::kStageBytes);
+    }
+
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void math(Ctx& ctx) {
         if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return;
         const ExpertTable table = Op::Table::get(ctx);
-        const Range run = Tiles::run(ctx);
+        const Run run = Tiles::run(ctx);
 #pragma unroll 1
-        for (u32 tile = run.first; tile < run.last;) {
-            const u32 used = tile / kTilesPerExpert;
-            const u32 end = (used + 1) * kTilesPerExpert < run.last ? (used + 1) * kTilesPerExpert : run.last;
-            if (!expert_math<kFirstWarp>(ctx, table, used, end - tile)) return;
-            tile = end;
+        for (u32 part = 0; part < Run::kParts; ++part) {
+            const Range mine = run.of(part);
+#pragma unroll 1
+            for (u32 tile = mine.first; tile < mine.last;) {
+                const u32 used = tile / kTilesPerExpert;
+                const u32 end = (used + 1) * kTilesPerExpert < mine.last ? (used + 1) * kTilesPerExpert : mine.last;
+                if (!expert_math<kFirstWarp>(ctx, table, used, end - tile)) return;
+                tile = end;
+            }
         }
     }
 
@@ -98,17 +159,13 @@ struct ExpertGemm {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, u32 used, u32 n) {
         const u32 slice = ctx.warp - kFirstWarp;
-        const u32 column = ctx.lane / 4;
-        const bool valid = column < table.count(used);
-        u32 row = 0;
-        if (valid) {
-            const u32 entry = table.entry(used, column);
-            row = (Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK;
-        }
+        const u32 column = ctx.lane / 4; // one without a token multiplies the first one's: nobody takes what it makes
+        const u32 entry = table.entry(used, column < table.count(used) ? column : 0);
+        const u32 row[1] = {(Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK +
+                            slice * kGroups * kGroup};
         u32 b[kStagesPerTile][kGroups][1][kGroupWords];
-        if (!load_operand<typename Op::In, kStagesPerTile * kGroups>(ctx, b[0][0][0], valid, row, [&](u32 i) {
-                return i / kGroups * Op::kStageK + (slice * kGroups + i % kGroups) * kGroup;
-            }))
+        if (!load_operand<typename Op::In, kStagesPerTile * kGroups, 1>(
+                ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }))
             return false;
 #pragma unroll 1
         for (u32 i = 0; i < n; ++i) {
@@ -170,17 +227,21 @@ struct ExpertGemm {
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
         if (!Op::Table::wait(ctx)) return;
         const ExpertTable table = Op::Table::get(ctx);
-        const Range run = ctx.dry ? Range{0, 1} : Tiles::run(ctx); // the table may not be there yet
+        const Run run = ctx.dry ? Run{{{0, 1}}} : Tiles::run(ctx); // the table may not be there yet
         Entry entry;
 #pragma unroll 1
-        for (u32 tile = run.first; tile < run.last; ++tile) {
-            if (tile / kTilesPerExpert != entry.used) look_up(ctx, table, tile / kTilesPerExpert, entry);
+        for (u32 part = 0; part < Run::kParts; ++part) {
+            const Range mine = run.of(part);
 #pragma unroll 1
-            for (u32 r = 0; r < kBlocksPerStage; ++r) {
-                const u32 column = ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock;
-                if (!epilogue(ctx, entry, column)) return;
+            for (u32 tile = mine.first; tile < mine.last; ++tile) {
+                if (tile / kTilesPerExpert != entry.used) look_up(ctx, table, tile / kTilesPerExpert, entry);
+#pragma unroll 1
+                for (u32 r = 0; r < kBlocksPerStage; ++r) {
+                    const u32 column = ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock;
+                    if (!epilogue(ctx, entry, column)) return;
+                }
+                Op::Out::publish(ctx);
             }
-            Op::Out::publish(ctx);
         }
     }
 

@@ -3,6 +3,7 @@
 
 #include <megagen/kernel.cuh>
 #include <megagen/mem/partials.cuh>
+#include <megagen/ops/stream.cuh>
 
 namespace megagen::ops {
 
@@ -60,6 +61,27 @@ struct QkvHeads {
             }
             if (valid) put(ctx, head, token, dim, uint2{ptx::cvt_bf16x2(x[0], x[1]), ptx::cvt_bf16x2(x[2], x[3])});
         }
+    }
+
+    // Asks L2 for the chunks that hold something, which the next launch's attention reads: the launch's own tokens will
+    // be there anyway.
+    template <u32 kFirst, u32 kLast, class Ctx>
+    MEGAGEN_DEVICE void prefetch_l2(Ctx& ctx) {
+        static_assert(kFirst == 0 && kLast == kWhole, "all of it");
+        constexpr u32 kBytes = kKeyChunk * kDim * 2;
+        if (ctx.dead || ctx.context == 0) return;
+        const u32 newest = (ctx.context + ctx.tokens - 1) / kKeyChunk;
+        const u32 first = newest < kRingChunks ? 0 : newest + 1 - kRingChunks;
+        const u32 chunks = (ctx.context - 1) / kKeyChunk + 1 - first;
+        const Range mine = share_of(2 * Op::kKvHeads * chunks, ctx.block, Ctx::Kernel::kBlocks);
+#pragma unroll 1
+        for (u32 i = mine.first + ctx.lane; i < mine.last; i += 32) {
+            const u32 head = i / chunks;
+            const u64 at = (head / 2 * kRingChunks + (first + i % chunks) % kRingChunks) * static_cast<u64>(kBytes);
+            ptx::bulk_prefetch_l2(head % 2 == 0 ? Op::Keys::place(ctx, at) : Op::Values::place(ctx, at), kBytes);
+        }
+        __syncwarp();
+        ctx.stamps.prefetches(ctx, (mine.last - mine.first) * kBytes);
     }
 
     MEGAGEN_DEVICE void norm(float (&x)[4], float scale) {

@@ -46,8 +46,9 @@ struct Residual {
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
             const u32 round = (token - mine.first) * kRounds;
-            const auto element = [&](u32 i) { return token * Op::kWidth + first + i * Slice::kStep; };
-            const auto half = [&](u32 i) { return element(i / 2) + i % 2 * 4; };
+            const u32 row = token * Op::kWidth + first;
+            const auto element = [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; };
+            const auto half = [&](u32 i) { return static_cast<u64>(row) + (i / 2 * Slice::kStep + i % 2 * 4); };
             uint4 s[2 * kN];
             float n[kN][8];
             // The stream has been there for long; where contributions take many registers, it comes after them.

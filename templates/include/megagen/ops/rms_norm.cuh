@@ -45,9 +45,8 @@ struct RmsNorm {
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
             uint4 v[kN];
-            if (!Op::In::read(ctx, v, true,
-                              [&](u32 i) { return token * Op::kWidth + Slice::element(slice, ctx.lane, i); }))
-                return;
+            const u32 first = token * Op::kWidth + Slice::element(slice, ctx.lane, 0);
+            if (!Op::In::read(ctx, v, true, [&](u32 i) { return static_cast<u64>(first) + i * Slice::kStep; })) return;
             float x[kN][kPer];
             float square[1] = {0};
 #pragma unroll

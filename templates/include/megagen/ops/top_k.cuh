@@ -3,16 +3,18 @@
 
 #include <megagen/kernel.cuh>
 #include <megagen/mem/row.cuh>
+#include <megagen/ops/guess.cuh>
 
 namespace megagen {
 
 // Shared memory of the expert tables, rebuilt by every block: work entries of an expert and up to eight of its tokens,
 // ascending in both, so that an entry fits one n8 MMA tile. An expert with more tokens has two entries. The order does
-// not depend on how the launch is placed.
+// not depend on how the launch is placed, but that those that L2 was asked for may come before the others.
 struct ExpertTable {
     static constexpr u32 kPairs = 128;                   // tokens * top_k at most, and so entries
     static constexpr u32 kColumns = 8;                   // tokens of an entry
     static constexpr u32 kUsed = 0;                      // u32: entries
+    static constexpr u32 kAhead = 4;                     // u32: those that come first
     static constexpr u32 kMasks = 16;                    // u32[256]: tokens of each expert
     static constexpr u32 kFirst = kMasks + 4 * 256;      // u16[256]: its first entry
     static constexpr u32 kExpert = kFirst + 2 * 256;     // u16[kPairs]: an entry's expert
@@ -23,6 +25,7 @@ struct ExpertTable {
     u32 base;
 
     __device__ __forceinline__ u32 used() const { return ptx::ld_shared_u32(base + kUsed); }
+    __device__ __forceinline__ u32 ahead() const { return ptx::ld_shared_u32(base + kAhead); }
     __device__ __forceinline__ u32 expert(u32 i) const { return ptx::ld_shared_u16(base + kExpert + 2 * i); }
     __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u16(base + kCount + 2 * i); }
     __device__ __forceinline__ u32 entry(u32 i, u32 column) const {
@@ -83,18 +86,18 @@ struct TopK {
         }
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
-            constexpr u32 kBatch = Op::kChunks % 4 ? Op::kChunks : 4;
+            constexpr u32 kBatch = Op::kChunks % 8 == 0 ? 8 : Op::kChunks % 4 == 0 ? 4 : Op::kChunks;
             float p[kPer] = {};
 #pragma unroll 1
             for (u32 c = 0; c < ctx.rounds(Op::kChunks, kBatch); c += kBatch) {
                 uint4 v[2 * kBatch];
+                const u32 row_block = valid ? ctx.lane / 2 : 0, half = ctx.lane % 2 * 8;
+                const u32 first =
+                    ((c * (Op::kExperts / kRowBlock) + row_block) * Ctx::Kernel::kTokens + token) * kRowBlock + half;
                 const auto index = [&](u32 i) {
-                    const u32 row_block = ctx.lane / 2, half = ctx.lane % 2 * 8;
-                    return (((c + i / 2) * (Op::kExperts / kRowBlock) + row_block) * Ctx::Kernel::kTokens + token) *
-                               kRowBlock +
-                           half + i % 2 * 4;
+                    return static_cast<u64>(first) + (i / 2 * (Op::kExperts * Ctx::Kernel::kTokens) + i % 2 * 4);
                 };
-                if (!Op::Logits::read(ctx, v, valid, index)) return;
+                if (!Op::Logits::read(ctx, v, true, index)) return;
                 Op::Logits::template release<2 * kBatch>(ctx, valid, index);
 #pragma unroll
                 for (u32 i = 0; i < kBatch; ++i) add_row(p, v[2 * i], v[2 * i + 1]);
@@ -148,10 +151,14 @@ struct TopK {
         return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));
     }
 
+    MEGAGEN_DEVICE u32 half_of(u32 marks, u32 i) { return (marks >> i & 1) * 16; }
+
     // Lane: four (token, slot) pairs, and eight experts. Ids are masked, so that garbage stays in bounds. A rehearsal
     // makes a table too: nobody reads one before the barrier.
     template <class Ctx>
     MEGAGEN_DEVICE void tables(Ctx& ctx) {
+        using Past = Guess<typename Op::Table::Description>;
+        const u32 marks = Past::template marks<kPer>(ctx);
         if (!Op::Routes::wait(ctx)) return;
         const u32 base = Op::Table::get(ctx).base;
         const u32 token = ctx.lane / 2, first = ctx.lane % 2 * 4;
@@ -167,27 +174,36 @@ struct TopK {
             for (u32 i = 0; i < 4; ++i) ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);
         }
         __syncwarp();
-        u32 entries = 0;
+        u32 entries = 0; // in the upper half those that come first
 #pragma unroll
         for (u32 i = 0; i < kPer; ++i)
-            entries += (tokens_of(base, ctx.lane * kPer + i) + ExpertTable::kColumns - 1) / ExpertTable::kColumns;
+            entries += (tokens_of(base, ctx.lane * kPer + i) + ExpertTable::kColumns - 1) / ExpertTable::kColumns
+                       << half_of(marks, i);
         u32 end = entries;
 #pragma unroll
         for (u32 d = 1; d < 32; d *= 2) {
             const u32 below = __shfl_up_sync(kFullMask, end, d);
             if (ctx.lane >= d) end += below;
         }
-        if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, end);
         u32 at = end - entries;
+        if constexpr (Past::kFirst) {
+            const u32 all = __shfl_sync(kFullMask, end, 31), ahead = all >> 16;
+            if (ctx.lane == 0) ptx::st_shared_u32(base + ExpertTable::kAhead, ahead);
+            at += ahead;
+            end = ahead + (all & 0xffff);
+        }
+        if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, end);
 #pragma unroll 1
         for (u32 expert = ctx.lane * kPer; expert < (ctx.lane + 1) * kPer; ++expert) {
-            ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, at);
+            const u32 half = half_of(marks, expert % kPer);
+            u32 place = Past::kFirst ? at >> half & 0xffff : at;
+            ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, place);
             const u32 n = tokens_of(base, expert);
 #pragma unroll 1
-            for (u32 done = 0; done < n; done += ExpertTable::kColumns, ++at) {
+            for (u32 done = 0; done < n; done += ExpertTable::kColumns, ++place, at += 1u << half) {
                 const u32 left = n - done;
-                ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * at, expert);
-                ptx::st_shared_u16(base + ExpertTable::kCount + 2 * at,
+                ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * place, expert);
+                ptx::st_shared_u16(base + ExpertTable::kCount + 2 * place,
                                    left < ExpertTable::kColumns ? left : ExpertTable::kColumns);
             }
         }
@@ -197,13 +213,16 @@ struct TopK {
             for (u32 i = 0; i < 4; ++i) {
                 const u32 rank =
                     __popc(ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]) & ((1u << token) - 1));
-                const u32 place =
+                const u32 entry =
                     ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i]) * ExpertTable::kColumns + rank;
                 if (!ctx.dry) // two lanes may have found the same place
-                    ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * place, token << 8 | (first + i));
+                    ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * entry, token << 8 | (first + i));
             }
         }
         Event<typename Op::Table::Description::Ready>::arrive(ctx);
+        if constexpr (Past::kTop > 0) {
+            if (ctx.block == 0) Past::template remember<kPer>(ctx, [&](u32 expert) { return tokens_of(base, expert); });
+        }
     }
 };
 

@@ -157,7 +157,7 @@ MUTANTS = {
     "send: on the rank": without(
         CHANNEL, SEND + "gpu", SEND.partition("\n")[2] + "gpu", kinds="race overwritten unwritten deadlock"
     ),
-    "send: to peers": without(CHANNEL, SEND + "sys", SEND.partition("\n")[2] + "sys", wrong="expert_in"),
+    "send: to peers": without(CHANNEL, SEND + "sys", SEND.partition("\n")[2] + "sys", wrong="expert_out"),
     "publish: a counter": without(
         CHANNEL,
         f"{ONE_LANE} ptx::red_add_release",

@@ -20,22 +20,22 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 217168, kSlots = 6, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 217376, kSlots = 6, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 217216, kSlots = 6, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 217424, kSlots = 6, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 217264, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 217472, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 217280, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 217488, kSlots = 2, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 217296, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 217504, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupFinalNorm {
-  static constexpr u32 kOffset = 217304, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 217512, kSlots = 1, kCount = 8, kIndex = 5;
 };
 }  // namespace barrier
 
@@ -113,6 +113,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
+  static constexpr u32 kNotes = 217104;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -142,7 +143,7 @@ struct FinalNorm {  // _ends.py:46
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 0;
   static constexpr u32 kRoundInput = 1;
-  static constexpr u32 kScratch = 217104;
+  static constexpr u32 kScratch = 217312;
   using Group = barrier::GroupFinalNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.final_gain; }
 };

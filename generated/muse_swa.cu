@@ -48,36 +48,36 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 132816, kSlots = 3, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 133024, kSlots = 3, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 132840, kSlots = 3, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 133048, kSlots = 3, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 132864, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 133072, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 132880, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 133088, kSlots = 2, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 132896, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 133104, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPostAttention {
-  static constexpr u32 kOffset = 132904, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 133112, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 132912, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 133120, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 132920, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 133128, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 132928, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 133136, kSlots = 1, kCount = 8, kIndex = 8;
 };
 }  // namespace barrier
 
 namespace channel {
-struct AttentionPartials {  // lamport, _layer.py:78
+struct AttentionPartials {  // lamport, _layer.py:95
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 2367488, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
@@ -85,7 +85,7 @@ struct AttentionPartials {  // lamport, _layer.py:78
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Attended {  // lamport, _layer.py:79
+struct Attended {  // lamport, _layer.py:96
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2469888, kBytes = 32768, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 0, kShard = 1024;
@@ -93,7 +93,7 @@ struct Attended {  // lamport, _layer.py:79
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Projected {  // lamport, _layer.py:85
+struct Projected {  // lamport, _layer.py:102
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 2535424, kBytes = 2097152, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 131072, kShard = 8192;
@@ -101,7 +101,7 @@ struct Projected {  // lamport, _layer.py:85
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Middle {  // lamport, _layer.py:86
+struct Middle {  // lamport, _layer.py:103
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8826880, kBytes = 524288, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -109,7 +109,7 @@ struct Middle {  // lamport, _layer.py:86
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Normed {  // lamport, _layer.py:87
+struct Normed {  // lamport, _layer.py:104
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9351168, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -117,7 +117,7 @@ struct Normed {  // lamport, _layer.py:87
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, _layer.py:88
+struct Logits {  // lamport, _layer.py:105
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9875456, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -133,7 +133,7 @@ struct Routes {  // lamport
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, _layer.py:77
+struct PooledPartials {  // lamport, _layer.py:94
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10401792, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -141,7 +141,7 @@ struct PooledPartials {  // lamport, _layer.py:77
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, _layer.py:89
+struct Pooled {  // lamport, _layer.py:106
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10663936, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -149,7 +149,7 @@ struct Pooled {  // lamport, _layer.py:89
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, _layer.py:90
+struct ExpertIn {  // lamport, _layer.py:107
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11057152, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -157,7 +157,7 @@ struct ExpertIn {  // lamport, _layer.py:90
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, _layer.py:91
+struct ExpertMid {  // lamport, _layer.py:108
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11319296, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -165,7 +165,7 @@ struct ExpertMid {  // lamport, _layer.py:91
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, _layer.py:92
+struct ExpertOut {  // lamport, _layer.py:109
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 14465024, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -173,7 +173,7 @@ struct ExpertOut {  // lamport, _layer.py:92
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Combined {  // lamport, _layer.py:93
+struct Combined {  // lamport, _layer.py:110
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17610752, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -181,7 +181,7 @@ struct Combined {  // lamport, _layer.py:93
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, _layer.py:77
+struct UnpooledPartials {  // lamport, _layer.py:94
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17872896, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -189,7 +189,7 @@ struct UnpooledPartials {  // lamport, _layer.py:77
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, _layer.py:94
+struct Unpooled {  // lamport, _layer.py:111
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 18135040, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
@@ -197,7 +197,7 @@ struct Unpooled {  // lamport, _layer.py:94
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextNormed {  // lamport, _layer.py:106
+struct NextNormed {  // lamport, _layer.py:127
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 18921472, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -205,7 +205,7 @@ struct NextNormed {  // lamport, _layer.py:106
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextPartials {  // lamport, _layer.py:107
+struct NextPartials {  // lamport, _layer.py:128
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 19445760, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -286,6 +286,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
+  static constexpr u32 kNotes = 131088;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -311,7 +312,7 @@ struct KernelPolicy {
 using Ctx = Context<KernelPolicy>;
 
 namespace policy {
-struct Attention {  // _layer.py:48
+struct Attention {  // _layer.py:50
   using Q = Input<tensor::Q>;
   using Gate = Input<tensor::Gate>;
   using Keys = Input<tensor::KCache>;
@@ -325,7 +326,7 @@ struct Attention {  // _layer.py:48
   static constexpr float kScale = 0.125f;
   static constexpr float kEps = 1e-05f;
 };
-struct OProj {  // _layer.py:45
+struct OProj {  // _layer.py:47
   using In = Channel<channel::Attended>;
   using Out = Channel<channel::Projected>;
   static constexpr u32 kRows = 8192;
@@ -333,10 +334,10 @@ struct OProj {  // _layer.py:45
   static constexpr u32 kUnitK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131088;
+  static constexpr u32 kOutbox = 131296;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
-struct PostAttention {  // _layer.py:49
+struct PostAttention {  // _layer.py:51
   using Stream = Input<tensor::Stream>;
   using In = Channel<channel::Projected>;
   using Out = Channel<channel::Middle>;
@@ -345,12 +346,12 @@ struct PostAttention {  // _layer.py:49
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 8;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 131600;
+  static constexpr u32 kScratch = 131808;
   using Group = barrier::GroupPostAttention;
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.attention_gate; }
   static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.pre_ffn_gain; }
 };
-struct Router {  // _layer.py:45
+struct Router {  // _layer.py:47
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
@@ -360,7 +361,7 @@ struct Router {  // _layer.py:45
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
 };
-struct Pooler {  // _layer.py:45
+struct Pooler {  // _layer.py:47
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::PooledPartials>;
   using Out = Channel<channel::Pooled>;
@@ -371,7 +372,7 @@ struct Pooler {  // _layer.py:45
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
 };
-struct TopK {  // _layer.py:50
+struct TopK {  // _layer.py:52
   using Logits = Channel<channel::Logits>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -383,18 +384,18 @@ struct TopK {  // _layer.py:50
   static constexpr float kScale = 1.0f;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
-struct PreExpertNorm {  // _layer.py:49
+struct PreExpertNorm {  // _layer.py:51
   using In = Channel<channel::Pooled>;
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 131664;
+  static constexpr u32 kScratch = 131872;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
-struct GateUp {  // _layer.py:45
+struct GateUp {  // _layer.py:47
   using In = Channel<channel::ExpertIn>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertMid>;
@@ -408,11 +409,11 @@ struct GateUp {  // _layer.py:45
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131728;
+  static constexpr u32 kOutbox = 131936;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
-struct Down {  // _layer.py:45
+struct Down {  // _layer.py:47
   using In = Channel<channel::ExpertMid>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertOut>;
@@ -426,11 +427,11 @@ struct Down {  // _layer.py:45
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131984;
+  static constexpr u32 kOutbox = 132192;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
-struct Combine {  // _layer.py:49
+struct Combine {  // _layer.py:51
   using In = Channel<channel::ExpertOut>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -439,11 +440,11 @@ struct Combine {  // _layer.py:49
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 132240;
+  static constexpr u32 kScratch = 132448;
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
-struct Unpooler {  // _layer.py:45
+struct Unpooler {  // _layer.py:47
   using In = Channel<channel::Combined>;
   using Partials = Channel<channel::UnpooledPartials>;
   using Out = Channel<channel::Unpooled>;
@@ -454,7 +455,7 @@ struct Unpooler {  // _layer.py:45
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
 };
-struct Residual {  // _layer.py:49
+struct Residual {  // _layer.py:51
   using Out = Output<tensor::StreamOut>;
   using In = Channel<channel::Unpooled>;
   using Stream = Channel<channel::Middle>;
@@ -463,13 +464,13 @@ struct Residual {  // _layer.py:49
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 132752;
+  static constexpr u32 kScratch = 132960;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
   static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.next_gain; }
 };
-struct NextQkvg {  // _layer.py:45
+struct NextQkvg {  // _layer.py:47
   using In = Channel<channel::NextNormed>;
   using Partials = Channel<channel::NextPartials>;
   static constexpr u32 kRows = 2304;
@@ -479,7 +480,7 @@ struct NextQkvg {  // _layer.py:45
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.next_qkvg_weight; }
 };
-struct NextHeads {  // _layer.py:105
+struct NextHeads {  // _layer.py:122
   using Rotary = Input<tensor::Rotary>;
   using Q = Output<tensor::NextQ>;
   using Gate = Output<tensor::NextGate>;
@@ -505,21 +506,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
-      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 1;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 2;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 3;
       ctx.attach();
       ctx.step = 4;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 5;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 6;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 7;
-      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 1>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 8;
       ctx.drain();
     }
@@ -527,48 +528,48 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ctx.step = 9;
       ctx.attach();
       ctx.step = 10;
-      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:50
+      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:52
       ctx.step = 11;
-      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:50
+      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:52
       ctx.step = 12;
-      Channel<channel::Attended>::reset(ctx);  // _layer.py:51
-      Channel<channel::Projected>::reset(ctx);  // _layer.py:51
-      Channel<channel::Normed>::reset(ctx);  // _layer.py:51
-      Channel<channel::Logits>::reset(ctx);  // _layer.py:51
-      Channel<channel::Routes>::reset(ctx);  // _layer.py:51
-      Channel<channel::Pooled>::reset(ctx);  // _layer.py:51
-      Channel<channel::ExpertIn>::reset(ctx);  // _layer.py:51
-      Channel<channel::ExpertMid>::reset(ctx);  // _layer.py:51
-      Channel<channel::ExpertOut>::reset(ctx);  // _layer.py:51
-      Channel<channel::Combined>::reset(ctx);  // _layer.py:51
-      Channel<channel::Unpooled>::reset(ctx);  // _layer.py:51
-      Channel<channel::NextNormed>::reset(ctx);  // _layer.py:51
+      Channel<channel::Attended>::reset(ctx);  // _layer.py:53
+      Channel<channel::Projected>::reset(ctx);  // _layer.py:53
+      Channel<channel::Normed>::reset(ctx);  // _layer.py:53
+      Channel<channel::Logits>::reset(ctx);  // _layer.py:53
+      Channel<channel::Routes>::reset(ctx);  // _layer.py:53
+      Channel<channel::Pooled>::reset(ctx);  // _layer.py:53
+      Channel<channel::ExpertIn>::reset(ctx);  // _layer.py:53
+      Channel<channel::ExpertMid>::reset(ctx);  // _layer.py:53
+      Channel<channel::ExpertOut>::reset(ctx);  // _layer.py:53
+      Channel<channel::Combined>::reset(ctx);  // _layer.py:53
+      Channel<channel::Unpooled>::reset(ctx);  // _layer.py:53
+      Channel<channel::NextNormed>::reset(ctx);  // _layer.py:53
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.step = 13;
       ctx.attach();
       ctx.step = 14;
-      ops::DenseGemm<policy::OProj>::reduce(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::OProj>::reduce(ctx);  // _layer.py:47
       ctx.step = 15;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // _layer.py:47
       ctx.step = 16;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // _layer.py:47
       ctx.step = 17;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // _layer.py:45
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // _layer.py:47
       ctx.step = 18;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // _layer.py:45
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // _layer.py:47
       ctx.step = 19;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // _layer.py:47
       ctx.step = 20;
-      ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _layer.py:47
     }
     else if (ctx.warp == 3) {  // warp 3
       ctx.step = 21;
       ctx.attach();
       ctx.step = 22;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:49
       ctx.step = 23;
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:49
     }
   }
   else {
@@ -577,35 +578,35 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
       ctx.step = 24;
       ctx.attach();
       ctx.step = 25;
-      ops::Attention<policy::Attention>::attend<4>(ctx);  // _layer.py:48
+      ops::Attention<policy::Attention>::attend<4>(ctx);  // _layer.py:50
       ctx.step = 26;
-      ops::Attention<policy::Attention>::merge<4>(ctx);  // _layer.py:48
+      ops::Attention<policy::Attention>::merge<4>(ctx);  // _layer.py:50
       ctx.step = 27;
-      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:47
       ctx.step = 28;
-      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:49
+      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 29;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:47
       ctx.step = 30;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:47
       ctx.step = 31;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:49
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 32;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:45
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:47
       ctx.step = 33;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:45
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:47
       ctx.step = 34;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:49
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 35;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:47
       ctx.step = 36;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:49
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 37;
-      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:45
+      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:47
       ctx.step = 38;
-      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:105
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:122
       ctx.step = 39;
-      ctx.trigger();  // _layer.py:109
+      ctx.trigger();  // _layer.py:137
     }
   }
   ctx.end(true);

@@ -42,7 +42,7 @@ from megagen.ops.expert_gemm import ExpertGemm
 WHOLE = 1024  # shares are given to the device in 1/1024 (ops/stream.cuh)
 SLICES, ROW_BLOCK = 8, 16  # mma/format.cuh
 WARPGROUP = 4
-HANG_RECORD = 64  # debug/hang.cuh
+HANG_RECORD, NOTE_BYTES = 64, 16  # debug/hang.cuh
 STAMP, STAMP_HEADER = 16, 4  # bytes of a record, records before a warp's (debug/stamp.cuh)
 MOST_STAMPS, MOST_STAMPED_STEPS = 1 << 32, 0xFFF
 COARSE_TIMER_NS = 64  # a GPU's timer of larger steps is too coarse for stamps
@@ -116,6 +116,9 @@ class _Lowering:
         region("ring", self.ring.stages * self.ring.stage_bytes)
         region("accum", s.accum_slots * SLICES * 2 * 32 * 16)
         region("table", TABLE_BYTES)
+        region("notes", NOTE_BYTES * (s.warps_per_block + 1), 16)
+        if kept := max((op.kept for op in g.ops if isinstance(op, ExpertGemm)), default=0):
+            region("operands", kept)
         for op in g.ops:
             for purpose, size in op.shared().items():
                 region(f"{purpose}_{op.name}", size, 16)

@@ -830,7 +830,19 @@ u32 shared_rmw(u32 to, Rmw op, u32 operand, Site at) {
     std::memcpy(&old, &b.shared[offset], 4);
     value = op == Rmw::kOr ? old | operand : op == Rmw::kAdd ? old + operand : std::max(old, operand);
     std::memcpy(&b.shared[offset], &value, 4);
+    if (value != old) e.wake(e.watch(b, offset));
     return old;
+}
+
+// The store that is polled for.
+void shared_tell(u32 to, u32 v, Site at) { shared_rmw(to, Rmw::kMax, v, at); }
+
+// A word that others change atomically; who finds it unchanged may sleep until it is.
+u32 shared_poll(u32 from, Site at) {
+    Thread* t = self();
+    const auto [b, offset] = locate(t, from, 4, false, "reads", at);
+    polled(t, engine_of(t).watch(b, offset));
+    return shared_rmw(from, Rmw::kOr, 0, at);
 }
 
 // -- mbarriers --------------------------------------------------------------------------------------------------------

@@ -453,6 +453,12 @@ void grid_trigger(Site) {
     ++b.engine->changes;
 }
 
+void look_again() {
+    Thread* t = self();
+    t->polled.clear();
+    t->polled_much = true;
+}
+
 void still_waiting(bool has, u32 edge, u32 slot, u32 phase, Site at) {
     Thread* t = self();
     Engine& e = engine_of(t);

@@ -49,6 +49,7 @@ struct Context {
 
     // Barriers are ready in the whole cluster when this returns.
     __device__ __forceinline__ void begin() {
+        debug::clear(*this);
         if (threadIdx.x == 0) {
             K::init_barriers(*this);
             ptx::fence_mbarrier_init();

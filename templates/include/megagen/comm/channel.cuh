@@ -79,7 +79,7 @@ struct ClusterMap {
         const u32 mine = (n + kCluster - 1 - rank) / kCluster;
         const u32 bar = Barrier<typename D::Done>::address(ctx, 0);
         if (ctx.lane == 0) ptx::mbarrier_arrive_expect_tx(bar, mine * D::kChunks * ctx.tokens * 64);
-        return wait_until(ctx, D::kIndex, 0, mine, [&] { return ptx::mbarrier_try_wait_parity_cluster(bar, 0); });
+        return wait_until<true>(ctx, D::kIndex, 0, mine, [&] { return ptx::mbarrier_try_wait_parity_cluster(bar, 0); });
     }
 };
 
@@ -197,7 +197,7 @@ struct Channel {
             if constexpr (D::kArrivalsPer == Per::kExpert) expected *= ctx.table_used();
             if constexpr (D::kWorld) expected *= ctx.p.sys.world;
             const u8* word = counter(ctx, ctx.heap());
-            return wait_until(ctx, D::kIndex, 0, expected, [&] {
+            return wait_until<true>(ctx, D::kIndex, 0, expected, [&] {
                 return (D::kKind == Sync::kFlag ? ptx::ld_acquire_sys(word) : ptx::ld_acquire_gpu(word)) >= expected;
             });
         } else if constexpr (D::kKind == Sync::kCluster) {
@@ -251,27 +251,31 @@ struct Channel {
             }
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) v[i] = wanted(i) ? load(place(base, i, index)) : kNothing;
-            // Polls take L2 bandwidth from the weight streams and from the writers: while a warp lacks something, one
-            // lane polls one vector for all, and nothing is read again that has come.
-            u32 missing = kN, lacking = 0; // one of this lane's vectors; the lanes
-            const bool ok = wait_until(ctx, D::kIndex, static_cast<u32>(index(0)), which(ctx, 0), [&] {
-                if (lacking != 0) {
-                    bool here = true;
-                    if (kN > 2 && ctx.lane == static_cast<u32>(__ffs(lacking)) - 1)
-                        here = !has_empty(load(base + index(missing) * D::kElementBytes));
-                    if (kN > 2 && !__all_sync(kFullMask, here)) return here;
+            // Polls take L2 bandwidth from the weight streams and from the writers: until something has come, one lane
+            // polls one vector for its warp; then every lane what it lacks, so that the last of it costs one trip.
+            bool begun = kN <= 2;
+            const bool ok = wait_until<true>(ctx, D::kIndex, static_cast<u32>(index(0)), which(ctx, 0), [&] {
+                if (begun) {
 #pragma unroll
                     for (u32 i = 0; i < kN; ++i) {
                         if (wanted(i) && has_empty(v[i])) v[i] = load(place(base, i, index));
                     }
                 }
-                missing = kN;
+                u32 missing = kN; // one of this lane's
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i) {
                     if (wanted(i) && has_empty(v[i])) missing = i;
                 }
-                lacking = __ballot_sync(kFullMask, missing < kN);
-                return missing == kN;
+                if (begun) return missing == kN;
+                const u32 lacking = __ballot_sync(kFullMask, missing < kN);
+                if (lacking == 0) return true;
+                bool here = true;
+                if (ctx.lane == static_cast<u32>(__ffs(lacking)) - 1)
+                    here = !has_empty(load(base + index(missing) * D::kElementBytes));
+                if (!__all_sync(kFullMask, here)) return here;
+                begun = true;
+                ptx::look_again();
+                return false;
             });
             if (ok && !ctx.dry) {
 #pragma unroll

@@ -32,6 +32,8 @@ void fence(Scope scope, Site at);
 u32 dynamic_shared();
 u32 map_shared(u32 address, u32 rank, Site at);
 void shared_load(void* to, u32 from, u32 bytes, bool remote, Site at);
+u32 shared_poll(u32 from, Site at);
+void shared_tell(u32 to, u32 v, Site at);
 void shared_store(u32 to, const void* from, u32 bytes, bool remote, Site at);
 u32 shared_rmw(u32 to, Rmw op, u32 operand, Site at);
 
@@ -84,6 +86,7 @@ enum class Collective : u8 {
 void collective(Collective what, u32 mask, const u32* in, u32 n_in, u32* out, u32 n_out, Site at);
 
 // The polling loop of a wait goes round. A thread that lacks something can sleep until something that it read changes.
+void look_again();
 void still_waiting(bool has, u32 edge, u32 slot, u32 phase, Site at);
 void set_step(u32 step);
 

@@ -99,7 +99,6 @@ struct Format<WeightFormat::kNvfp4> {
     template <u32 kGroups, u32 kTiles>
     MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane,
                                  const u32 (&b)[kGroups][kTiles][kGroupWords]) {
-        constexpr u32 kMask = 0x81c081c0u;
         u32 scales[(kGroups + 1) / 2];
         const u32 scale_base = slice + kGroups * 512 + lane * kGroups * 2;
         if constexpr (kGroups == 1) {
@@ -115,19 +114,45 @@ struct Format<WeightFormat::kNvfp4> {
             for (u32 i = 0; i < kGroups / 2; ++i) scales[i] = ptx::ld_shared_u32(scale_base + 4 * i);
         }
 #pragma unroll
-        for (u32 q = 0; q < kGroups; ++q) {
-            const uint4 w = ptx::ld_shared_v4(slice + (q * 32 + lane) * 16);
-            const u32 words[4] = {w.x, w.y, w.z, w.w};
-            const u32 low = scale_pair(scales[q / 2], q % 2 * 2), high = scale_pair(scales[q / 2], q % 2 * 2 + 1);
+        for (u32 q = 0; q < kGroups; ++q)
+            group<kTiles>(acc.c[q % 2], ptx::ld_shared_v4(slice + (q * 32 + lane) * 16), scales[q / 2], q % 2, b[q]);
+    }
+
+    // c += one group of A * its B. scales: of this group and its neighbour, `which` of them it is.
+    template <u32 kTiles>
+    MEGAGEN_DEVICE void group(float (&c)[kTiles][4], uint4 w, u32 scales, u32 which,
+                              const u32 (&b)[kTiles][kGroupWords]) {
+        constexpr u32 kMask = 0x81c081c0u;
+        const u32 words[4] = {w.x, w.y, w.z, w.w};
+        const u32 low = scale_pair(scales, which * 2), high = scale_pair(scales, which * 2 + 1);
 #pragma unroll
-            for (u32 j = 0; j < 4; ++j) {
-                const u32 x = words[j];
-                const u32 p0 = x & kMask;
-                const u32 p1 = __funnelshift_r(x, x, 6) & kMask;
-                const u32 p2 = (x << 4) & kMask;
-                const u32 p3 = ((x << 6) & 0x80c080c0u) | ((x >> 2) & 0x01000100u);
-                mma_bf16(acc.c[q % 2], ptx::mul_bf16x2(p0, low), ptx::mul_bf16x2(p1, high), ptx::mul_bf16x2(p2, low),
-                         ptx::mul_bf16x2(p3, high), b[q], j);
+        for (u32 j = 0; j < 4; ++j) {
+            const u32 x = words[j];
+            const u32 p0 = x & kMask;
+            const u32 p1 = __funnelshift_r(x, x, 6) & kMask;
+            const u32 p2 = (x << 4) & kMask;
+            const u32 p3 = ((x << 6) & 0x80c080c0u) | ((x >> 2) & 0x01000100u);
+            mma_bf16(c, ptx::mul_bf16x2(p0, low), ptx::mul_bf16x2(p1, high), ptx::mul_bf16x2(p2, low),
+                     ptx::mul_bf16x2(p3, high), b, j);
+        }
+    }
+
+    // As multiply, for eight columns whose B is kept in shared memory, where this lane's begins at `operand`: a loop
+    // over groups is short enough to stay with the warps' schedulers, and short of registers it is not either.
+    template <u32 kGroups, u32 kUnroll>
+    MEGAGEN_DEVICE void multiply_kept(Accumulators<1>& acc, u32 slice, u32 lane, u32 operand) {
+        static_assert(kGroups % 2 == 0, "a word of scales is of two groups");
+        const u32 scale_base = slice + kGroups * 512 + lane * kGroups * 2;
+#pragma unroll kUnroll
+        for (u32 p = 0; p < kGroups / 2; ++p) {
+            const u32 scales = ptx::ld_shared_u32(scale_base + 4 * p);
+#pragma unroll
+            for (u32 i = 0; i < 2; ++i) {
+                const u32 q = 2 * p + i;
+                const uint4 low = ptx::ld_shared_v4(operand + q * 1024),
+                            high = ptx::ld_shared_v4(operand + q * 1024 + 512);
+                const u32 b[1][kGroupWords] = {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
+                group<1>(acc.c[i], ptx::ld_shared_v4(slice + (q * 32 + lane) * 16), scales, i, b);
             }
         }
     }

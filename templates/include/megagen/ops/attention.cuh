@@ -124,7 +124,7 @@ struct Attention : AttentionTile {
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void merge(Ctx& ctx) {
         constexpr u32 kStats = (Op::kChunks + 31) / 32, kSums = (Op::kChunks + 1) / 2;
-        constexpr u32 kBatches = (kSums + 23) / 24, kBatch = (kSums + kBatches - 1) / kBatches; // as registers allow
+        constexpr u32 kBatches = (kSums + 8) / 9, kBatch = (kSums + kBatches - 1) / kBatches; // rolled: less code
         constexpr u64 kSlotStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow;
         const Range mine = ctx.rounds(share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
         if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
@@ -140,29 +140,32 @@ struct Attention : AttentionTile {
                 return;
             const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
             const u64 stats = row + ctx.lane * kSlotStride + kHeadDim, sums = row + half * kSlotStride + dim;
-            float weight[kStats], scale = 0, x[4] = {};
-#pragma unroll
-            for (u32 b = 0; b < kBatches; ++b) {
-                uint4 v[kStats + kBatch];
-                const auto wanted = [&](u32 j) {
-                    if (j < kStats) return b == 0 && (whose[j] & 1) != 0;
-                    const u32 even = 2 * (b * kBatch + j - kStats);
-                    return even < Op::kChunks && (mine_of >> even & 1) != 0;
-                };
-                const auto index = [&](u32 j) {
-                    return j < kStats ? stats + j * 32 * kSlotStride
-                                      : sums + (b * kBatch + j - kStats) * 2 * kSlotStride;
-                };
+            float weight[kStats], x[4] = {};
+            uint4 most[kStats];
+            const auto has = [&](u32 j) { return (whose[j] & 1) != 0; };
+            const auto stat = [&](u32 j) { return stats + j * 32 * kSlotStride; };
+            if (!Op::Partials::read_where(ctx, most, has, stat)) return;
+            Op::Partials::template release_where<kStats>(ctx, has, stat);
+            const float scale = weigh(has, Op::kScale, most, weight);
+#pragma unroll 1
+            for (u32 b = 0; b < ctx.rounds(kBatches); ++b) {
+                uint4 v[kBatch];
+                const u32 begin = b * kBatch;
+                const u32 here = static_cast<u32>(mine_of >> 2 * begin);
+                const auto wanted = [&](u32 j) { return (here >> 2 * j & 1) != 0; };
+                const u64 at = sums + begin * 2 * kSlotStride;
+                const auto index = [&](u32 j) { return at + j * 2 * kSlotStride; };
                 if (!Op::Partials::read_where(ctx, v, wanted, index)) return;
-                Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);
-                if (b == 0) scale = weigh([&](u32 j) { return (whose[j] & 1) != 0; }, Op::kScale, v, weight);
+                Op::Partials::template release_where<kBatch>(ctx, wanted, index);
 #pragma unroll
                 for (u32 j = 0; j < kBatch; ++j) {
-                    const u32 even = 2 * (b * kBatch + j);
-                    if (even >= Op::kChunks) continue;
-                    const float w = __shfl_sync(kFullMask, weight[even / 32], (even + half) % 32);
+                    const u32 even = 2 * (begin + j);
+                    float w = weight[0];
+#pragma unroll
+                    for (u32 k = 1; k < kStats; ++k) w = even / 32 == k ? weight[k] : w;
+                    w = __shfl_sync(kFullMask, w, (even + half) % 32);
                     float o[4];
-                    unpack<4>(v[kStats + j], o);
+                    unpack<4>(v[j], o);
 #pragma unroll
                     for (u32 e = 0; e < 4; ++e) x[e] = fmaf(w, o[e], x[e]);
                 }

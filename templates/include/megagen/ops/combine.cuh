@@ -40,6 +40,8 @@ struct Combine {
         if (!Op::Table::wait(ctx) || !Op::Routes::wait(ctx) || !Op::In::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
+            uint4 weights[2]; // there for long; after the sum they would be waited for
+            if (!Op::Routes::read(ctx, weights, true, [&](u32 i) { return token * 2 * kTopK + kTopK + 4 * i; })) return;
             u32 x[kTopK][kN][4]; // bf16 pairs
             float square[kTopK];
 #pragma unroll
@@ -50,8 +52,6 @@ struct Combine {
             }
             if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square))
                 return;
-            uint4 weights[2];
-            if (!Op::Routes::read(ctx, weights, true, [&](u32 i) { return token * 2 * kTopK + kTopK + 4 * i; })) return;
             const u32 w[kTopK] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
                                   weights[1].x, weights[1].y, weights[1].z, weights[1].w};
             float out[kN][8] = {};

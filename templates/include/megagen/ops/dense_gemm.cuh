@@ -218,7 +218,7 @@ struct DenseGemm {
             mine.first += ctx.block % stride;
         }
         mine = ctx.rounds(mine, stride);
-        constexpr u32 kBatch = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : kChunks; // sums on their way at once
+        constexpr u32 kBatch = kChunks % 4 ? kChunks : 4; // sums on their way at once
         const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
         const bool valid = token < ctx.tokens;
 #pragma unroll 1

@@ -41,6 +41,8 @@ struct ExpertGemm {
     static constexpr u32 kGroups = Op::kStageK / kSlices / kGroup; // of a slice of a stage
     static constexpr u32 kSliceBytes = Weights::slice_bytes(kGroups * kGroup);
     static constexpr u32 kColumnsPerBlock = Op::kSwiglu ? kRowBlock / 2 : kRowBlock;
+    static constexpr bool kKept =
+        kFormat == WeightFormat::kNvfp4 && kGroups % 2 == 0 && kStagesPerTile == 1 && kBlocksPerStage == 1;
     static_assert(kBlocksPerStage == 1 || kStagesPerTile == 1,
                   "a stage is a piece of a row block or several whole ones");
     static_assert(kBlocksPerStage * kSlices * kSliceBytes == Op::kStageBytes, "packing and policy agree");
@@ -163,6 +165,7 @@ struct ExpertGemm {
         const u32 entry = table.entry(used, column < table.count(used) ? column : 0);
         const u32 row[1] = {(Op::kPerSlot ? (entry >> 8) * Op::kTopK + (entry & 255) : entry >> 8) * Op::kK +
                             slice * kGroups * kGroup};
+        if constexpr (kKept) return kept_math(ctx, slice, row, n);
         u32 b[kStagesPerTile][kGroups][1][kGroupWords];
         if (!load_operand<typename Op::In, kStagesPerTile * kGroups, 1>(
                 ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }))
@@ -192,6 +195,32 @@ struct ExpertGemm {
                 }
                 Ctx::Ring::release(ctx, consumed);
             }
+        }
+        return true;
+    }
+
+    // The same with what a warp multiplies by in its part of shared memory, where each lane finds what it has put.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool kept_math(Ctx& ctx, u32 slice, const u32 (&row)[1], u32 n) {
+        const u32 operand = ctx.shared + Ctx::Kernel::kOperands + slice * kGroups * 1024 + ctx.lane * 16;
+        {
+            u32 b[kGroups][1][kGroupWords];
+            if (!load_operand<typename Op::In, kGroups, 1>(ctx, b[0][0], row, [](u32 i) { return i * kGroup; }))
+                return false;
+#pragma unroll
+            for (u32 i = 0; i < kGroups * 2; ++i) {
+                const u32* v = b[i / 2][0] + i % 2 * 4;
+                ptx::st_shared_v4(operand + i * 512, uint4{v[0], v[1], v[2], v[3]});
+            }
+        }
+#pragma unroll 1
+        for (u32 i = 0; i < n; ++i) {
+            Accumulators<1> acc;
+            if (!Ctx::Ring::acquire(ctx)) return false;
+            Weights::template multiply_kept<kGroups, 1>(acc, Ctx::Ring::stage(ctx) + slice * kSliceBytes, ctx.lane,
+                                                        operand);
+            Ctx::Ring::release(ctx, acc.sum(0, 0));
+            if (!Ctx::Accum::put(ctx, slice, acc)) return false;
         }
         return true;
     }

@@ -50,14 +50,16 @@ struct QkvHeads {
         for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
             const u32 head = unit / pairs, token = unit % pairs * 2 + ctx.lane / 16;
             const bool valid = token < ctx.tokens;
+            uint4 turn[2] = {}; // of the position: on its way while the sums are awaited
+            if constexpr (Op::kRotate != 0) {
+                if (head < kFirstValue && !angles(ctx, token, dim, valid, turn)) return;
+            }
             float x[4] = {};
             if (!sum_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>(ctx, head * kDim + dim, token, valid, x))
                 return;
             if (head < kFirstValue) {
                 norm(x, head < kFirstKey ? Op::kScale : 1.0f);
-                if constexpr (Op::kRotate != 0) {
-                    if (!rotate(ctx, token, dim, valid, x)) return;
-                }
+                if constexpr (Op::kRotate != 0) rotate(dim, turn, x);
             }
             if (valid) put(ctx, head, token, dim, uint2{ptx::cvt_bf16x2(x[0], x[1]), ptx::cvt_bf16x2(x[2], x[3])});
         }
@@ -97,10 +99,12 @@ struct QkvHeads {
 
     // Dims d and d + 32 turn together; the table has the cosines of a position's 32 pairs, then their sines.
     template <class Ctx>
-    MEGAGEN_DEVICE bool rotate(Ctx& ctx, u32 token, u32 dim, bool valid, float (&x)[4]) {
+    MEGAGEN_DEVICE bool angles(Ctx& ctx, u32 token, u32 dim, bool valid, uint4 (&v)[2]) {
         const u32 position = valid ? ctx.position(token) : 0;
-        uint4 v[2];
-        if (!Op::Rotary::read(ctx, v, valid, [&](u32 i) { return position * kDim + i * 32 + dim % 32; })) return false;
+        return Op::Rotary::read(ctx, v, valid, [&](u32 i) { return position * kDim + i * 32 + dim % 32; });
+    }
+
+    MEGAGEN_DEVICE void rotate(u32 dim, const uint4 (&v)[2], float (&x)[4]) {
         float cosine[4], sine[4];
         unpack<4>(v[0], cosine);
         unpack<4>(v[1], sine);
@@ -109,7 +113,6 @@ struct QkvHeads {
             const float partner = __shfl_xor_sync(kFullMask, x[e], 8);
             x[e] = fmaf(partner, dim < 32 ? -sine[e] : sine[e], x[e] * cosine[e]);
         }
-        return true;
     }
 
     template <class Ctx>

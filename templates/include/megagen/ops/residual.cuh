@@ -42,6 +42,7 @@ struct Residual {
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) load_gain(Op::gain(ctx.p) + first * 4, i * Slice::kStep, gain[i]);
         }
+        fetch(ctx, slice);
         if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
@@ -87,6 +88,17 @@ struct Residual {
                 norm(ctx, token, first, s, rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kNextEps));
             }
         }
+    }
+
+    // What is wanted after the first sum has come from HBM by then.
+    template <class Ctx>
+    MEGAGEN_DEVICE void fetch(const Ctx& ctx, u32 slice) {
+        constexpr u32 kBytes = Slice::kSlice * 4;
+        if (ctx.lane != 0 || ctx.dry) return;
+        const u8* gates = Op::gate(ctx.p) + slice * kBytes;
+        ptx::bulk_prefetch_l2(gates, kBytes);
+        ptx::bulk_prefetch_l2(gates + Op::kWidth * 4, kBytes);
+        if constexpr (kNorms) ptx::bulk_prefetch_l2(Op::next_gain(ctx.p) + slice * kBytes, kBytes);
     }
 
     // This lane's part of what the branch made for a token, contributions of ranks added in rank order.

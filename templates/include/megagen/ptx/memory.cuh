@@ -181,6 +181,13 @@ MEGAGEN_DEVICE u32 ld_shared_u32(u32 a) {
     return v;
 }
 
+// Another warp may write the word just now.
+MEGAGEN_DEVICE u32 ld_relaxed_shared_u32(u32 a) {
+    u32 v;
+    asm volatile("ld.relaxed.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+    return v;
+}
+
 MEGAGEN_DEVICE u32 ld_shared_u16(u32 a) {
     u16 v;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a) : "memory");
@@ -198,6 +205,14 @@ MEGAGEN_DEVICE void st_shared_f4(u32 a, float4 v) {
 }
 
 MEGAGEN_DEVICE void st_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
+
+MEGAGEN_DEVICE void st_relaxed_shared_u32(u32 a, u32 v) {
+    asm volatile("st.relaxed.cta.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+}
+
+MEGAGEN_DEVICE void st_shared_v4(u32 a, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(a), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
 
 MEGAGEN_DEVICE void st_shared_u16(u32 a, u32 v) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"(static_cast<u16>(v)) : "memory");

@@ -28,6 +28,8 @@ MEGAGEN_DEVICE void expect_none(uint4 v, u32 empty, Site at = Site::current()) {
         emulate::refuse("unwritten", "takes a word that still means \"not yet written\" for data", at);
 }
 
+MEGAGEN_DEVICE void look_again() { emulate::look_again(); }
+
 MEGAGEN_DEVICE void still_waiting(bool has, u32 edge, u32 slot, u32 phase, Site at = Site::current()) {
     emulate::still_waiting(has, edge, slot, phase, at);
 }

@@ -110,6 +110,8 @@ MEGAGEN_DEVICE float4 ld_shared_f4(u32 a, bool any, Site at = Site::current()) {
 
 MEGAGEN_DEVICE u32 ld_shared_u32(u32 a, Site at = Site::current()) { return load_shared<u32>(a, false, at); }
 
+MEGAGEN_DEVICE u32 ld_relaxed_shared_u32(u32 a, Site at = Site::current()) { return emulate::shared_poll(a, at); }
+
 MEGAGEN_DEVICE u32 ld_shared_u16(u32 a, Site at = Site::current()) { return load_shared<u16>(a, false, at); }
 
 MEGAGEN_DEVICE float ld_shared_f32(u32 a, Site at = Site::current()) { return load_shared<float>(a, false, at); }
@@ -119,6 +121,12 @@ MEGAGEN_DEVICE void st_shared_f4(u32 a, float4 v, Site at = Site::current()) {
 }
 
 MEGAGEN_DEVICE void st_shared_u32(u32 a, u32 v, Site at = Site::current()) {
+    emulate::shared_store(a, &v, sizeof v, false, at);
+}
+
+MEGAGEN_DEVICE void st_relaxed_shared_u32(u32 a, u32 v, Site at = Site::current()) { emulate::shared_tell(a, v, at); }
+
+MEGAGEN_DEVICE void st_shared_v4(u32 a, uint4 v, Site at = Site::current()) {
     emulate::shared_store(a, &v, sizeof v, false, at);
 }
 

@@ -109,7 +109,7 @@ ADD = "ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);"
 BEGIN = "        __syncthreads();\n        if constexpr (K::kCluster > 1) {\n            ptx::cluster_arrive_relaxed();"
 READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, index)) return;"
 RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, index);"
-RELEASED = "            Ctx::Ring::release(ctx, acc.sum(0, 0));\n            if (!Ctx::Accum::put"
+RELEASED = "                Ctx::Ring::release(ctx, acc.sum(0, 0));\n                if (!Ctx::Accum::put"
 
 
 def one(header: str, old: str, new: str) -> list[tuple[str, str, str]]:

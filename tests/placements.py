@@ -369,6 +369,10 @@ class _Draft:
             if hint:
                 self.say(f"s.hint(g.{op}{'.weight' * (op in self.known.gemms)}, {hint})")
         self.say(f"s.reset(by=s.warp({self.number(0, self.warps - 1)}))")  # of copies that this launch leaves alone
+        able = [f"g.{op}.{r.name}" for op, roles in self.known.roles.items() for r in roles if r.rehearsable]
+        dry = [role for role in able if self.maybe()] if self.maybe() else []
+        if dry:
+            self.say(f"s.dry_run({', '.join(dry)})")
         said = [f"cluster={self.cluster}"] if self.cluster > 1 else []
         said += [self.one("pdl=True", "pdl=False", "early_trigger=True")]
         if self.warps % 4 == 0 and self.maybe():

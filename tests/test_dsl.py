@@ -108,6 +108,8 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
                 "tables": "top_k", "compute": "norms", "reset": "reset", "trigger": "launch", "warm_code": "warm",
                 "warm_next": "warm_next", "prefetch_guess": "guess",
             }.get(step.call)  # fmt: skip
+            if step.rehearsal is not None:
+                seen.setdefault("dry_run", set()).add(step.rehearsal.line)
             if step.call in ("wait_point", "signal_point"):
                 name = {"begin_gate_up": "l2", "begin_combine": "warm_next", "begin_router": "guess"}.get(
                     step.barriers[0].barrier, "both"
@@ -312,6 +314,24 @@ REFUSED: dict[str, tuple[str, str, str | None]] = {  # code with the mark, words
     "long empty": ("‸lamport(empty=1 << 32)", "empty=4294967296 is no 32-bit word", None),
     "copies of text": ("‸lamport(copies='2')", "copies='2' is not a whole number", None),
     "reset of text": ("‸lamport(reset='me')", "reset='me'", "by_launch or by_reader"),
+    "dry run of nothing": ("‸s.dry_run()", "dry_run of nothing", "s.dry_run(g.<op>"),
+    "dry run of text": ("‸s.dry_run('combine')", "'combine' is neither an op nor a role", "g.<op>.<role>"),
+    "dry run of math": (
+        "‸s.dry_run(g.combine, g.pooler.math)",
+        "g.pooler.math cannot be rehearsed: it fills or drains the ring",
+        "of this op: g.pooler.reduce, g.pooler.finish",
+    ),
+    "dry run of a stream": ("‸s.dry_run(g.down.load_weights)", "g.down.load_weights cannot be", "g.down.reduce"),
+    "dry run twice": (
+        "s.dry_run(g.pooler.finish)\n    ‸s.dry_run(g.top_k, g.pooler)",
+        "pooler.finish is rehearsed twice",
+        None,
+    ),
+    "dry run of another graph": (
+        "‸s.dry_run(muse_spark.last(tp=tp, tokens=tokens).choose)",
+        "is of another graph than the schedule's",
+        None,
+    ),
     "fault of an op": ("‸s.fault(g.down)", "edge is of type OpHandle", "g.a >> g.b"),
     "choice of a number": ("‸s.choice(3, 1)", "name is of type int, not str", None),
     "choice of nothing": ("‸s.choice('foo')", "choice 'foo' has no options", None),

@@ -78,11 +78,11 @@ MULTIPLY = (FORMAT, "const float4 a = ptx::ld_shared_f4(slice + ((q * 8 + j) * 3
 EXPECT = (RING, "ptx::mbarrier_arrive_expect_tx(bar, bytes);")
 COPY = (RING, "ptx::bulk_load_hint(")
 PUT = (FORMAT, "ptx::st_shared_f4(address(ctx, slice, n)")
-TAKE = (FORMAT, "part[s] = ptx::ld_shared_f4(address(ctx, s, tile));")
+TAKE = (FORMAT, "part[s] = ptx::ld_shared_f4(address(ctx, s, tile), ctx.dry);")
 FULL = (RING, "return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);")
-SUM_STORE = (ROW, "ptx::st_shared_f32(base + (i * kSlices + warp) * 4, x[i]);")
-SUM_LOAD = (ROW, "const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4),")
-SUM_HIGH = (ROW, "high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16);")
+SUM_STORE = (ROW, "ptx::st_shared_f32(base + (ctx.lane / (32 / kN) * kSlices + warp) * 4, sum);")
+SUM_LOAD = (ROW, "const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4, ctx.dry),")
+SUM_HIGH = (ROW, "high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16, ctx.dry);")
 CLEAR = (TOP_K, "ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);")
 MARK = (TOP_K, "ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);")
 COUNT = (TOP_K, "return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));")
@@ -100,7 +100,8 @@ EMPTIED = (CHANNEL, "ptx::st_global_v4(base + 16 * i,")
 TRY = (BARRIER, "return ptx::mbarrier_try_wait_parity(bar, parity);")
 ARRIVED = (BARRIER, "ptx::mbarrier_arrive(address(ctx, slot));\n    }\n\n    // Hands")
 
-ARRIVE = "if (ctx.lane == 0) ptx::mbarrier_arrive(address(ctx, slot));"
+ONE = "if (ctx.lane == 0 && !ctx.dry) "
+ARRIVE = f"{ONE}ptx::mbarrier_arrive(address(ctx, slot));"
 ARRIVE_EXPECT = "ptx::mbarrier_arrive_expect_tx(bar, bytes);"
 BULK = "ptx::bulk_load_hint(to, pieces[i].source, pieces[i].bytes, bar, policy);"
 ADDRESS = "copy(ctx, ctx.heap()) + (row * D::kRowStride + e"
@@ -108,7 +109,7 @@ ADD = "ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);"
 BEGIN = "        __syncthreads();\n        if constexpr (K::kCluster > 1) {\n            ptx::cluster_arrive_relaxed();"
 READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, index)) return;"
 RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, index);"
-RELEASED = "            Ctx::Ring::release(ctx, acc.sum(0, 0));\n            if (!Ctx::Accum::put"
+RELEASED = "                Ctx::Ring::release(ctx, acc.sum(0, 0));\n                if (!Ctx::Accum::put"
 
 
 def one(header: str, old: str, new: str) -> list[tuple[str, str, str]]:
@@ -243,7 +244,7 @@ MUTANTS = (
     ),
     Mutant(
         "arrive: all lanes",
-        one(BARRIER, ARRIVE, ARRIVE.removeprefix("if (ctx.lane == 0) ")),
+        one(BARRIER, ARRIVE, ARRIVE.removeprefix(ONE)),
         "deadlock",
         says="pre_ffn_norm.compute waiting for barrier 'group_pre_ffn_norm'",
     ),
@@ -522,14 +523,14 @@ MUTANTS = (
     ),
     Mutant(
         "publish: no __syncwarp",
-        one(CHANNEL, "__syncwarp();\n            if (ctx.lane == 0) " + ADD, "if (ctx.lane == 0) " + ADD),
+        one(CHANNEL, "__syncwarp();\n            " + ONE + ADD, ONE + ADD),
         "race",
         (*PLAIN_SENDS, PLAIN_LOAD),
         on=Variant(COUNTER),
     ),
     Mutant(
         "publish: all lanes",
-        one(CHANNEL, "if (ctx.lane == 0) " + ADD, ADD),
+        one(CHANNEL, ONE + ADD, ADD),
         "race",
         (*PLAIN_SENDS, PLAIN_LOAD),
         on=Variant(COUNTER),

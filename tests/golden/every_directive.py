@@ -56,6 +56,7 @@ def schedule(machine: Machine, tp: int = 8, tokens: int = 16, choices: dict[str,
     s.sync(g.pooler.reduce >> g.pooler.finish, cluster())  # @cluster
     s.sync(g.pooler.finish >> g.pre_expert_norm, flag())  # @flag
     s.sync(g.gate_up >> g.down, lamport(empty=POSITIVE_ZERO, copies=3, reset=by_launch))  # @zero
+    s.dry_run(g.top_k.select, g.combine)  # @dry_run
     s.fault(g.down >> g.combine)
     s.stamps(records=300)  # @stamps
     s.launch(cluster=2, pdl=True, early_trigger=True, registers=(104, 200))  # @launch

@@ -67,6 +67,7 @@ struct Context {
     u32 lane = threadIdx.x % 32;
     ptx::Step step = 0;
     bool dead = false;
+    bool dry = false;
     Cursor<RingPolicy::kStages> ring;
     u32 ring_loads = 0;
     debug::NoStamps stamps;

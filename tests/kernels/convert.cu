@@ -35,7 +35,7 @@ extern "C" __global__ void convert(const __grid_constant__ Params<3> p) {
         put(p.out, 5 * i + 2, ptx::prmt(a, b, selector));
         u32 pair = a;
         ptx::keep_packed(pair);
-        put(p.out, 5 * i + 3, pair);
+        put(p.out, 5 * i + 3, ptx::opaque(pair));
         uint4 pairs{a, b, selector, 1};
         ptx::keep_packed(pairs);
         put(p.out, 5 * i + 4, pairs.x ^ pairs.y ^ pairs.z ^ pairs.w);

@@ -133,7 +133,7 @@ extern "C" __global__ void shared_memory(const __grid_constant__ Params<1> p) {
     __syncthreads();
     const u32 at = 13 * tid;
     put4(p.out, at, ptx::ld_shared_v4(theirs));
-    put4(p.out, at + 4, bits(ptx::ld_shared_f4(theirs)));
+    put4(p.out, at + 4, bits(ptx::ld_shared_f4(theirs, false)));
     put(p.out, at + 8, ptx::ld_shared_u32(theirs + 16));
     put(p.out, at + 9, __float_as_uint(ptx::ld_shared_f32(theirs + 20)));
     put(p.out, at + 10, ptx::ld_shared_u16(theirs + 24));

@@ -107,19 +107,19 @@ MEGAGEN_DEVICE float warp_sums(const float (&x)[kN], u32 lane) {
 }
 
 // Sums kN values over the eight warps of a group, ascending. `round` counts calls on this barrier; scratch holds two
-// rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads.
+// rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may store:
+// what a warp writes nobody reads before that warp has arrived.
 template <class Group, u32 kN, class Ctx>
 MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
     const u32 base = scratch + round % 2 * (kSlices * kN * 4);
     const float sum = warp_sums(x, ctx.lane);
-    if (ctx.lane % (32 / kN) == 0 && !ctx.dry)
-        ptx::st_shared_f32(base + (ctx.lane / (32 / kN) * kSlices + warp) * 4, sum);
+    if (ctx.lane % (32 / kN) == 0) ptx::st_shared_f32(base + (ctx.lane / (32 / kN) * kSlices + warp) * 4, sum);
     Barrier<Group>::arrive(ctx, 0);
     if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
 #pragma unroll
     for (u32 i = 0; i < kN; ++i) {
-        const float4 low = ctx.dry ? float4{} : ptx::ld_shared_f4(base + i * kSlices * 4),
-                     high = ctx.dry ? float4{} : ptx::ld_shared_f4(base + i * kSlices * 4 + 16);
+        const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4, ctx.dry),
+                     high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16, ctx.dry);
         x[i] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
     }
     return true;

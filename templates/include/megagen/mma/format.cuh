@@ -190,10 +190,9 @@ struct AccumRing {
     // and 2 t + 1.
     template <class Ctx>
     MEGAGEN_DEVICE void take(const Ctx& ctx, u32 tile, float (&c)[4]) {
-        float4 part[kSlices] = {};
+        float4 part[kSlices];
 #pragma unroll
-        for (u32 s = 0; s < kSlices; ++s)
-            if (!ctx.dry) part[s] = ptx::ld_shared_f4(address(ctx, s, tile));
+        for (u32 s = 0; s < kSlices; ++s) part[s] = ptx::ld_shared_f4(address(ctx, s, tile), ctx.dry);
         float4 sum = part[0];
 #pragma unroll
         for (u32 s = 1; s < kSlices; ++s) {

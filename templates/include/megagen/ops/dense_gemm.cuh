@@ -118,29 +118,27 @@ struct DenseGemm {
         if (!Op::In::wait(ctx)) return;
         const u32 slice = ctx.warp - kFirstWarp;
         const u32 n = Tiles::count(ctx);
-        u32 b[kGroups][kTiles][kGroupWords];
-        u32 chunk = ~0u;
 #pragma unroll 1
-        for (u32 i = 0; i < n; ++i) {
-            const Unit unit = Tiles::unit(ctx, i);
-            if (unit.chunk != chunk) {
-                chunk = unit.chunk;
-                u32 row[kTiles]; // a column without a token multiplies the first one's: nobody takes what it makes
+        for (u32 i = 0; i < n;) { // a chunk at a time
+            const u32 chunk = Tiles::unit(ctx, i).chunk;
+            u32 row[kTiles]; // a column without a token multiplies the first one's: nobody takes what it makes
 #pragma unroll
-                for (u32 t = 0; t < kTiles; ++t) {
-                    const u32 token = t * 8 + ctx.lane / 4;
-                    row[t] = (token < ctx.tokens ? token : 0) * Op::kK + chunk * Op::kUnitK + slice * kGroups * kGroup;
-                }
-                if (!load_operand<typename Op::In, kGroups, kTiles>(ctx, b[0][0], row,
-                                                                    [](u32 q) { return q * kGroup; }))
-                    return;
+            for (u32 t = 0; t < kTiles; ++t) {
+                const u32 token = t * 8 + ctx.lane / 4;
+                row[t] = (token < ctx.tokens ? token : 0) * Op::kK + chunk * Op::kUnitK + slice * kGroups * kGroup;
             }
-            if (!Ctx::Ring::acquire(ctx)) return;
-            Accumulators<kTiles> acc;
-            Weights::template multiply<kGroups, kTiles>(
-                acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup), ctx.lane, b);
-            Ctx::Ring::release(ctx, acc.sum(0, 0));
-            if (!Ctx::Accum::put(ctx, slice, acc)) return;
+            u32 b[kGroups][kTiles][kGroupWords]; // declared here, or it would take registers before there is any
+            if (!load_operand<typename Op::In, kGroups, kTiles>(ctx, b[0][0], row, [](u32 q) { return q * kGroup; }))
+                return;
+#pragma unroll 1
+            do {
+                if (!Ctx::Ring::acquire(ctx)) return;
+                Accumulators<kTiles> acc;
+                Weights::template multiply<kGroups, kTiles>(
+                    acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup), ctx.lane, b);
+                Ctx::Ring::release(ctx, acc.sum(0, 0));
+                if (!Ctx::Accum::put(ctx, slice, acc)) return;
+            } while (++i < n && Tiles::unit(ctx, i).chunk == chunk);
         }
     }
 

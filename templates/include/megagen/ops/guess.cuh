@@ -92,6 +92,7 @@ struct Guess {
         }
         u8* copy = Policy::history(ctx.p) + (last(ctx) ^ 1) * kCopyBytes;
         __syncwarp();
+        if (ctx.dry) return;
         if (ctx.lane < kTop) ptx::st_relaxed_gpu(copy + kIds + 4 * ctx.lane, id);
         if (ctx.lane == 0) ptx::st_relaxed_gpu(copy, ctx.epoch());
     }

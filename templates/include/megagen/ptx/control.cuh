@@ -75,14 +75,8 @@ MEGAGEN_DEVICE u32 smid() {
 // The step of its program that a warp is at: the emulator's twin notes it.
 using Step = u32;
 
-// No instruction: a value of which the compiler knows nothing any more.
-// A poll that found something new and has not judged it yet: not one to sleep on. The emulator's.
+// No instruction. A poll that found something new and has not judged it yet: not one to sleep on. The emulator's.
 MEGAGEN_DEVICE void look_again() {}
-
-MEGAGEN_DEVICE u32 opaque(u32 v) {
-    asm volatile("" : "+r"(v));
-    return v;
-}
 
 // No instruction: a reader says that none of these words is the one that means "not yet written".
 MEGAGEN_DEVICE void expect_none(uint4 v, u32 empty) {}

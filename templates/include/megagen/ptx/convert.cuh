@@ -41,4 +41,10 @@ MEGAGEN_DEVICE void keep_packed(u32& pair) { asm volatile("" : "+r"(pair)); }
 
 MEGAGEN_DEVICE void keep_packed(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)); }
 
+// No instruction: a value of which the compiler knows nothing any more.
+MEGAGEN_DEVICE u32 opaque(u32 v) {
+    asm volatile("" : "+r"(v));
+    return v;
+}
+
 } // namespace megagen::ptx

@@ -172,6 +172,9 @@ MEGAGEN_DEVICE float4 ld_shared_f4(u32 a) {
     return v;
 }
 
+// As above. Where `any`, nobody cares what it reads: others may be writing there, or nobody has.
+MEGAGEN_DEVICE float4 ld_shared_f4(u32 a, bool any) { return ld_shared_f4(a); }
+
 MEGAGEN_DEVICE u32 ld_shared_u32(u32 a) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");

@@ -24,7 +24,8 @@ struct Barrier {
     MEGAGEN_DEVICE bool wait(Ctx& ctx, u32 slot, u32 parity) {
         if (ctx.dry) return !ctx.dead;
         const u32 bar = address(ctx, slot);
-        return wait_until<false>(ctx, B::kIndex, slot, parity, [&] { return ptx::mbarrier_try_wait_parity(bar, parity); });
+        return wait_until<false>(ctx, B::kIndex, slot, parity,
+                                 [&] { return ptx::mbarrier_try_wait_parity(bar, parity); });
     }
 
     // Whole warp, one arrival: everything its lanes did before is visible to those who wait.

@@ -23,8 +23,6 @@ private:
     u32 step_;
 };
 
-MEGAGEN_DEVICE u32 opaque(u32 v) { return v; }
-
 MEGAGEN_DEVICE void expect_none(uint4 v, u32 empty, Site at = Site::current()) {
     if (v.x == empty || v.y == empty || v.z == empty || v.w == empty)
         emulate::refuse("unwritten", "takes a word that still means \"not yet written\" for data", at);

@@ -56,4 +56,6 @@ MEGAGEN_DEVICE void keep_packed(u32&) {}
 
 MEGAGEN_DEVICE void keep_packed(uint4&) {}
 
+MEGAGEN_DEVICE u32 opaque(u32 v) { return v; }
+
 } // namespace megagen::ptx

@@ -104,6 +104,10 @@ MEGAGEN_DEVICE uint4 ld_shared_v4(u32 a, Site at = Site::current()) { return loa
 
 MEGAGEN_DEVICE float4 ld_shared_f4(u32 a, Site at = Site::current()) { return load_shared<float4>(a, false, at); }
 
+MEGAGEN_DEVICE float4 ld_shared_f4(u32 a, bool any, Site at = Site::current()) {
+    return any ? float4{} : ld_shared_f4(a, at);
+}
+
 MEGAGEN_DEVICE u32 ld_shared_u32(u32 a, Site at = Site::current()) { return load_shared<u32>(a, false, at); }
 
 MEGAGEN_DEVICE u32 ld_relaxed_shared_u32(u32 a, Site at = Site::current()) { return emulate::shared_poll(a, at); }

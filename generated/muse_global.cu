@@ -48,31 +48,31 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 133024, kSlots = 3, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 169888, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 133048, kSlots = 3, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 169920, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 133072, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 169952, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 133088, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 169968, kSlots = 2, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 133104, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 169984, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPostAttention {
-  static constexpr u32 kOffset = 133112, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 169992, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 133120, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 170000, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 133128, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 170008, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 133136, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 170016, kSlots = 1, kCount = 8, kIndex = 8;
 };
 }  // namespace barrier
 
@@ -265,18 +265,18 @@ struct NextVCache {
 struct RingPolicy {
   using Full = barrier::RingFull;
   using Empty = barrier::RingEmpty;
-  static constexpr u32 kStages = 3, kStageBytes = 36864, kOffset = 0;
+  static constexpr u32 kStages = 4, kStageBytes = 36864, kOffset = 0;
 };
 
 struct AccumPolicy {
   using Full = barrier::AccumFull;
   using Empty = barrier::AccumEmpty;
-  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 110592;
+  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 147456;
 };
 
 struct TablePolicy {
   using Ready = barrier::TableReady;
-  static constexpr u32 kOffset = 126976;
+  static constexpr u32 kOffset = 163840;
 };
 
 struct KernelPolicy {
@@ -286,7 +286,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
-  static constexpr u32 kNotes = 131088;
+  static constexpr u32 kNotes = 167952;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -335,7 +335,7 @@ struct OProj {  // _layer.py:47
   static constexpr u32 kUnitK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131296;
+  static constexpr u32 kOutbox = 168160;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
 struct PostAttention {  // _layer.py:51
@@ -347,7 +347,7 @@ struct PostAttention {  // _layer.py:51
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 8;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 131808;
+  static constexpr u32 kScratch = 168672;
   using Group = barrier::GroupPostAttention;
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.attention_gate; }
   static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.pre_ffn_gain; }
@@ -392,7 +392,7 @@ struct PreExpertNorm {  // _layer.py:51
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 131872;
+  static constexpr u32 kScratch = 168736;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -410,7 +410,7 @@ struct GateUp {  // _layer.py:47
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131936;
+  static constexpr u32 kOutbox = 168800;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -428,7 +428,7 @@ struct Down {  // _layer.py:47
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 132192;
+  static constexpr u32 kOutbox = 169056;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
@@ -441,7 +441,7 @@ struct Combine {  // _layer.py:51
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 132448;
+  static constexpr u32 kScratch = 169312;
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
@@ -465,7 +465,7 @@ struct Residual {  // _layer.py:51
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 132960;
+  static constexpr u32 kScratch = 169824;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
@@ -529,12 +529,14 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.step = 10;
-      ctx.attach();
+      ctx.warm_code<16>();  // _layer.py:79
       ctx.step = 11;
-      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:52
+      ctx.attach();
       ctx.step = 12;
-      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:52
+      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:52
       ctx.step = 13;
+      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:52
+      ctx.step = 14;
       Channel<channel::Attended>::reset(ctx);  // _layer.py:53
       Channel<channel::Projected>::reset(ctx);  // _layer.py:53
       Channel<channel::Normed>::reset(ctx);  // _layer.py:53
@@ -549,68 +551,72 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       Channel<channel::NextNormed>::reset(ctx);  // _layer.py:53
     }
     else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 14;
-      ctx.attach();
       ctx.step = 15;
-      ops::DenseGemm<policy::OProj>::reduce(ctx);  // _layer.py:47
+      ctx.attach();
       ctx.step = 16;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::OProj>::reduce(ctx);  // _layer.py:47
       ctx.step = 17;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // _layer.py:47
       ctx.step = 18;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // _layer.py:47
       ctx.step = 19;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // _layer.py:47
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // _layer.py:47
       ctx.step = 20;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // _layer.py:47
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // _layer.py:47
       ctx.step = 21;
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // _layer.py:47
+      ctx.step = 22;
       ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _layer.py:47
     }
     else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 22;
-      ctx.attach();
       ctx.step = 23;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:49
+      ctx.attach();
       ctx.step = 24;
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:49
+      ctx.step = 25;
       ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:49
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 25;
-      ctx.attach();
       ctx.step = 26;
-      ops::GlobalAttention<policy::Attention>::attend<4>(ctx);  // _layer.py:50
+      ctx.attach();
       ctx.step = 27;
-      ops::GlobalAttention<policy::Attention>::merge<4>(ctx);  // _layer.py:50
+      ops::GlobalAttention<policy::Attention>::attend<4>(ctx);  // _layer.py:50
       ctx.step = 28;
-      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:47
+      ops::GlobalAttention<policy::Attention>::merge<4>(ctx);  // _layer.py:50
       ctx.step = 29;
-      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:51
+      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:47
       ctx.step = 30;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:47
+      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 31;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:47
       ctx.step = 32;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:51
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:47
       ctx.step = 33;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:47
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 34;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:47
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:47
       ctx.step = 35;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:51
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:47
       ctx.step = 36;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:47
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 37;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:51
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:47
       ctx.step = 38;
-      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:47
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 39;
-      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:122
+      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:47
       ctx.step = 40;
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:122
+      ctx.step = 41;
       ctx.trigger();  // _layer.py:137
     }
   }
   ctx.end(true);
+}
+// For the host: where the machine code lies.
+extern "C" {
+__device__ void (*muse_global_code)(const Params) = muse_global;
 }

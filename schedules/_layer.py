@@ -36,7 +36,7 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     """The schedule of ``g``, all of a layer."""
     s = Schedule(name, g, machine, warps=WARPS, choices=choices)
 
-    ring = s.ring(stages=s.choice("ring_stages", 3, 4, 5), stage_bytes=36 * KiB)
+    ring = s.ring(stages=s.choice("ring_stages", 4, 3, 5), stage_bytes=36 * KiB)
     swap = s.choice("roles", "usual", "moved") == "moved"
     producer, tables, reducer, finisher = (s.warp(i) for i in ((3, 2, 1, 0) if swap else (0, 1, 2, 3)))
     math = s.warps(4, 12)
@@ -74,7 +74,7 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
         s.experts_first(g.top_k, in_l2)
 
     # Machine code passes through L2, where weights push it out; who has nothing to do when a launch begins asks for it.
-    warm = s.choice("warm_code", "off", "4", "16")
+    warm = s.choice("warm_code", "16", "4", "off")
     if warm != "off":
         s.warm_code(by=tables, blocks=int(warm))
     ahead = s.choice("warm_next", "off", "combine", "residual")

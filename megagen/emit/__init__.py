@@ -26,7 +26,6 @@ def emit(plan: Plan) -> str:
         plan=plan,
         headers=sorted({op.header for op in plan.ops}),
         accum_slot_bytes=plan.region("accum").bytes // plan.barrier("accum_full").slots,
-        operands=next((r.offset for r in plan.regions if r.name == "operands"), 0),
         ports=lambda op: list(_ports(plan, op)),
         branches=lambda kernel: list(_branches(plan, kernel)),
     )

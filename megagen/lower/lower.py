@@ -117,8 +117,6 @@ class _Lowering:
         region("accum", s.accum_slots * SLICES * 2 * 32 * 16)
         region("table", TABLE_BYTES)
         region("notes", NOTE_BYTES * (s.warps_per_block + 1), 16)
-        if kept := max((op.kept for op in g.ops if isinstance(op, ExpertGemm)), default=0):
-            region("operands", kept)
         for op in g.ops:
             for purpose, size in op.shared().items():
                 region(f"{purpose}_{op.name}", size, 16)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from megagen.ir.graph import Cost, DType, Op, Per, RoleSpec, Routing
+from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
 from megagen.ops.dense_gemm import FORMATS, ROW_BLOCK
 
 if TYPE_CHECKING:
@@ -68,12 +68,6 @@ class ExpertGemm(Op):
             "bytes": int(self.stage_rows * self.stage_k * bits // 8),
             "per_tile": self.k // self.stage_k,
         }
-
-    @property
-    def kept(self) -> int:
-        """Bytes of shared memory for what a block's math warps multiply by: eight tokens' inputs, where a tile is a stage."""
-        whole = self.stage_k == self.k and self.stage_rows == ROW_BLOCK and self.k % 1024 == 0
-        return 8 * self.k * 2 if whole and self.weights["weight"].dtype is DType.NVFP4 else 0
 
     def shared(self) -> Mapping[str, int]:
         return {"outbox": 8 * ROW_BLOCK * 2}  # a row block of eight tokens in bf16, on its way out

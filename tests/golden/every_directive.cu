@@ -29,64 +29,71 @@ struct Params {
   const u8* unpooler_weight;
   const u8* post_ffn_gain;
   const u8* residual_gate;
+  u8* history;
 };
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 185600, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 185856, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 185632, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 185888, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 185664, kSlots = 3, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 185920, kSlots = 3, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 185688, kSlots = 3, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 185944, kSlots = 3, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 185712, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 185968, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreFfnNorm {
-  static constexpr u32 kOffset = 185720, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 185976, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 185728, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 185984, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 185736, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 185992, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 185744, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 186000, kSlots = 1, kCount = 8, kIndex = 8;
 };
 struct PointDown {
-  static constexpr u32 kOffset = 185752, kSlots = 1, kCount = 9, kIndex = 9;
+  static constexpr u32 kOffset = 186008, kSlots = 1, kCount = 9, kIndex = 9;
+};
+struct BeginCombine {
+  static constexpr u32 kOffset = 186016, kSlots = 1, kCount = 8, kIndex = 10;
 };
 struct BeginDown {
-  static constexpr u32 kOffset = 185760, kSlots = 1, kCount = 9, kIndex = 10;
+  static constexpr u32 kOffset = 186024, kSlots = 1, kCount = 9, kIndex = 11;
 };
 struct BeginGateUp {
-  static constexpr u32 kOffset = 185768, kSlots = 1, kCount = 9, kIndex = 11;
+  static constexpr u32 kOffset = 186032, kSlots = 1, kCount = 9, kIndex = 12;
+};
+struct BeginRouter {
+  static constexpr u32 kOffset = 186040, kSlots = 1, kCount = 9, kIndex = 13;
 };
 struct DonePooledPartials {
-  static constexpr u32 kOffset = 185776, kSlots = 1, kCount = 1, kIndex = 12;
+  static constexpr u32 kOffset = 186048, kSlots = 1, kCount = 1, kIndex = 14;
 };
 }  // namespace barrier
 
 namespace channel {
-struct Normed {  // counter, every_directive.py:47
+struct Normed {  // counter, every_directive.py:53
   static constexpr Sync kKind = Sync::kCounter;
   static constexpr u32 kOffset = 92928, kBytes = 262144, kCopies = 2, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 13;
+  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, every_directive.py:48
+struct Logits {  // lamport, every_directive.py:54
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 617472, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 14;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -94,25 +101,25 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 879616, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // cluster, every_directive.py:50
+struct PooledPartials {  // cluster, every_directive.py:56
   static constexpr Sync kKind = Sync::kCluster;
   static constexpr u32 kOffset = 0, kBytes = 0, kCopies = 1, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 17;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
   using Done = barrier::DonePooledPartials;
-  static constexpr u32 kSharedOffset = 177408, kChunks = 8, kRowBlocks = 32;
+  static constexpr u32 kSharedOffset = 177664, kChunks = 8, kRowBlocks = 32;
 };
-struct Pooled {  // flag, every_directive.py:51
+struct Pooled {  // flag, every_directive.py:57
   static constexpr Sync kKind = Sync::kFlag;
   static constexpr u32 kOffset = 881664, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 1274880, kArrivals = 32, kIndex = 18;
+  static constexpr u32 kCounterOffset = 1274880, kArrivals = 32, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -120,15 +127,15 @@ struct ExpertIn {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1275136, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, every_directive.py:52
+struct ExpertMid {  // lamport, every_directive.py:58
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1537280, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -136,7 +143,7 @@ struct ExpertOut {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4683008, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = true;
 };
@@ -144,7 +151,7 @@ struct Combined {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7828736, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -152,7 +159,7 @@ struct UnpooledPartials {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8090880, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 23;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -160,7 +167,7 @@ struct Unpooled {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8615168, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 24;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -189,7 +196,14 @@ struct AccumPolicy {
   static constexpr u32 kSlots = 3, kSlotBytes = 8192, kOffset = 147456;
 };
 
+struct GuessPolicy {  // every_directive.py:49
+  static constexpr u32 kTop = 4, kHint = 0;
+  static constexpr bool kFirst = true;
+  static __device__ __forceinline__ u8* history(const Params& p) { return p.history; }
+};
+
 struct TablePolicy {
+  using Guess = GuessPolicy;
   using Ready = barrier::TableReady;
   static constexpr u32 kOffset = 172032;
 };
@@ -201,8 +215,9 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 120, kCluster = 2, kTokens = 16;
   static constexpr u32 kRecordOffset = 768, kEpochOffset = 0;
+  static constexpr u32 kNotes = 176144;
   static constexpr bool kPdl = true;
-  using Stamps = debug::Stamps<300, false>;  // every_directive.py:54
+  using Stamps = debug::Stamps<300, false>;  // every_directive.py:61
 #ifdef MEGAGEN_UNBOUNDED_WAITS
   static constexpr bool kBoundedWaits = false;
 #else
@@ -221,8 +236,10 @@ struct KernelPolicy {
     Barrier<barrier::GroupCombine>::init(ctx);
     Barrier<barrier::GroupResidual>::init(ctx);
     Barrier<barrier::PointDown>::init(ctx);
+    Barrier<barrier::BeginCombine>::init(ctx);
     Barrier<barrier::BeginDown>::init(ctx);
     Barrier<barrier::BeginGateUp>::init(ctx);
+    Barrier<barrier::BeginRouter>::init(ctx);
     Barrier<barrier::DonePooledPartials>::init(ctx);
   }
 };
@@ -230,18 +247,18 @@ struct KernelPolicy {
 using Ctx = Context<KernelPolicy>;
 
 namespace policy {
-struct PreFfnNorm {  // every_directive.py:38
+struct PreFfnNorm {  // every_directive.py:40
   using In = Input<tensor::Stream>;
   using Out = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 176144;
+  static constexpr u32 kScratch = 176352;
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
 };
-struct Router {  // every_directive.py:31
+struct Router {  // every_directive.py:33
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
@@ -251,7 +268,7 @@ struct Router {  // every_directive.py:31
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
 };
-struct Pooler {  // every_directive.py:31
+struct Pooler {  // every_directive.py:33
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::PooledPartials>;
   using Out = Channel<channel::Pooled>;
@@ -262,7 +279,7 @@ struct Pooler {  // every_directive.py:31
   static constexpr u32 kStageBytes = 32768, kHint = 2, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
 };
-struct TopK {  // every_directive.py:37
+struct TopK {  // every_directive.py:39
   using Logits = Channel<channel::Logits>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -274,18 +291,18 @@ struct TopK {  // every_directive.py:37
   static constexpr float kScale = 1.0f;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
-struct PreExpertNorm {  // every_directive.py:38
+struct PreExpertNorm {  // every_directive.py:40
   using In = Channel<channel::Pooled>;
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 176208;
+  static constexpr u32 kScratch = 176416;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
-struct GateUp {  // every_directive.py:31
+struct GateUp {  // every_directive.py:33
   using In = Channel<channel::ExpertIn>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertMid>;
@@ -299,11 +316,11 @@ struct GateUp {  // every_directive.py:31
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 176272;
+  static constexpr u32 kOutbox = 176480;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
-struct Down {  // every_directive.py:31
+struct Down {  // every_directive.py:33
   using In = Channel<channel::ExpertMid>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertOut>;
@@ -317,11 +334,11 @@ struct Down {  // every_directive.py:31
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 176528;
+  static constexpr u32 kOutbox = 176736;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
-struct Combine {  // every_directive.py:38
+struct Combine {  // every_directive.py:40
   using In = Channel<channel::ExpertOut>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -330,11 +347,11 @@ struct Combine {  // every_directive.py:38
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 176784;
+  static constexpr u32 kScratch = 176992;
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
-struct Unpooler {  // every_directive.py:31
+struct Unpooler {  // every_directive.py:33
   using In = Channel<channel::Combined>;
   using Partials = Channel<channel::UnpooledPartials>;
   using Out = Channel<channel::Unpooled>;
@@ -345,14 +362,14 @@ struct Unpooler {  // every_directive.py:31
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
 };
-struct Residual {  // every_directive.py:38
+struct Residual {  // every_directive.py:40
   using Stream = Input<tensor::Stream>;
   using Out = Output<tensor::StreamOut>;
   using In = Channel<channel::Unpooled>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 177296;
+  static constexpr u32 kScratch = 177504;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
@@ -369,111 +386,131 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
     ptx::setmaxnreg_dec<104>();
     if (ctx.warp == 0) {  // warp 0
       ctx.enter(0);
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
+      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:33
       ctx.enter(1);
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:31
+      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:33
       ctx.enter(2);
       ctx.attach();
       ctx.enter(3);
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:31
+      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:33
       ctx.enter(4);
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:31
+      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:33
       ctx.enter(5);
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx);  // every_directive.py:31
+      ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx);  // every_directive.py:33
       ctx.enter(6);
-      Event<barrier::PointDown>::wait(ctx);  // every_directive.py:44
+      Event<barrier::PointDown>::wait(ctx);  // every_directive.py:46
       ctx.enter(7);
-      ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:31
+      ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:33
       ctx.enter(8);
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.enter(9);
-      ctx.attach();
+      ctx.warm_code<6>();  // every_directive.py:51
       ctx.enter(10);
-      ctx.trigger();  // every_directive.py:55
+      ctx.attach();
       ctx.enter(11);
-      ops::TopK<policy::TopK>::select(ctx);  // every_directive.py:37
+      ctx.trigger();  // every_directive.py:62
       ctx.enter(12);
-      ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:37
+      ctx.dry_run([&] { ops::TopK<policy::TopK>::select(ctx); });  // every_directive.py:39, dry run every_directive.py:59
       ctx.enter(13);
-      Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:44
+      ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:39
       ctx.enter(14);
-      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:44
+      Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:46
       ctx.enter(15);
-      Channel<channel::Normed>::reset(ctx);  // every_directive.py:39
-      Channel<channel::Routes>::reset(ctx);  // every_directive.py:39
-      Channel<channel::Pooled>::reset(ctx);  // every_directive.py:39
-      Channel<channel::ExpertIn>::reset(ctx);  // every_directive.py:39
-      Channel<channel::ExpertMid>::reset(ctx);  // every_directive.py:39
-      Channel<channel::ExpertOut>::reset(ctx);  // every_directive.py:39
-      Channel<channel::Combined>::reset(ctx);  // every_directive.py:39
-      Channel<channel::UnpooledPartials>::reset(ctx);  // every_directive.py:39
-      Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:39
+      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:46
+      ctx.enter(16);
+      Channel<channel::Normed>::reset(ctx);  // every_directive.py:41
+      Channel<channel::Routes>::reset(ctx);  // every_directive.py:41
+      Channel<channel::Pooled>::reset(ctx);  // every_directive.py:41
+      Channel<channel::ExpertIn>::reset(ctx);  // every_directive.py:41
+      Channel<channel::ExpertMid>::reset(ctx);  // every_directive.py:41
+      Channel<channel::ExpertOut>::reset(ctx);  // every_directive.py:41
+      Channel<channel::Combined>::reset(ctx);  // every_directive.py:41
+      Channel<channel::UnpooledPartials>::reset(ctx);  // every_directive.py:41
+      Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:41
     }
     else if (ctx.warp == 2) {  // warp 2
-      ctx.enter(16);
-      ctx.attach();
       ctx.enter(17);
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:32
+      ctx.attach();
       ctx.enter(18);
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:32
+      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:49
       ctx.enter(19);
-      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:45
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:34
       ctx.enter(20);
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:32
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:34
       ctx.enter(21);
-      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:44
+      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:47
       ctx.enter(22);
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:32
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:34
       ctx.enter(23);
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
+      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:46
       ctx.enter(24);
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:32
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:34
+      ctx.enter(25);
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:46
+      ctx.enter(26);
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:34
     }
     else if (ctx.warp == 3) {  // warp 3
-      ctx.enter(25);
-      ctx.attach();
-      ctx.enter(26);
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:33
       ctx.enter(27);
-      Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:45
+      ctx.attach();
       ctx.enter(28);
-      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:45
+      Event<barrier::BeginRouter>::wait(ctx);  // every_directive.py:49
       ctx.enter(29);
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:33
+      ops::ExpertGemm<policy::GateUp>::prefetch_guess(ctx);  // every_directive.py:49
+      ctx.enter(30);
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:35
+      ctx.enter(31);
+      Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:47
+      ctx.enter(32);
+      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:47
+      ctx.enter(33);
+      Event<barrier::BeginCombine>::wait(ctx);  // every_directive.py:52
+      ctx.enter(34);
+      ctx.warm_next<8>();  // every_directive.py:52
+      ctx.enter(35);
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:35
     }
   }
   else {
     ptx::setmaxnreg_inc<200>();
     if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.enter(30);
-      ctx.attach();
-      ctx.enter(31);
-      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:38
-      ctx.enter(32);
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:32
-      ctx.enter(33);
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:32
-      ctx.enter(34);
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:38
-      ctx.enter(35);
-      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:45
       ctx.enter(36);
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:32
+      ctx.attach();
       ctx.enter(37);
-      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:44
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:40
       ctx.enter(38);
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:32
+      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:49
       ctx.enter(39);
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:44
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:34
       ctx.enter(40);
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // every_directive.py:38
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:34
       ctx.enter(41);
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:32
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:40
       ctx.enter(42);
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:38
+      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:47
+      ctx.enter(43);
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:34
+      ctx.enter(44);
+      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:46
+      ctx.enter(45);
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:34
+      ctx.enter(46);
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:46
+      ctx.enter(47);
+      Event<barrier::BeginCombine>::arrive(ctx);  // every_directive.py:52
+      ctx.enter(48);
+      ctx.dry_run([&] { ops::Combine<policy::Combine>::compute<4>(ctx); });  // every_directive.py:40, dry run every_directive.py:59
+      ctx.enter(49);
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:34
+      ctx.enter(50);
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:40
     }
   }
   ctx.end(true);
+}
+// For the host: where the machine code lies.
+extern "C" {
+__device__ void (*every_code)(const Params) = every;
 }

@@ -33,31 +33,31 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 132304, kSlots = 3, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 132512, kSlots = 3, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 132328, kSlots = 3, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 132536, kSlots = 3, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 132352, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 132560, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 132368, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 132576, kSlots = 2, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 132384, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 132592, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreFfnNorm {
-  static constexpr u32 kOffset = 132392, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 132600, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 132400, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 132608, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 132408, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 132616, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 132416, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 132624, kSlots = 1, kCount = 8, kIndex = 8;
 };
 }  // namespace barrier
 
@@ -187,6 +187,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
+  static constexpr u32 kNotes = 131088;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -219,7 +220,7 @@ struct PreFfnNorm {  // muse_moe.py:45
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 131088;
+  static constexpr u32 kScratch = 131296;
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
 };
@@ -263,7 +264,7 @@ struct PreExpertNorm {  // muse_moe.py:45
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 131152;
+  static constexpr u32 kScratch = 131360;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -281,7 +282,7 @@ struct GateUp {  // muse_moe.py:42
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131216;
+  static constexpr u32 kOutbox = 131424;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -299,7 +300,7 @@ struct Down {  // muse_moe.py:42
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131472;
+  static constexpr u32 kOutbox = 131680;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
@@ -312,7 +313,7 @@ struct Combine {  // muse_moe.py:45
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 131728;
+  static constexpr u32 kScratch = 131936;
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
@@ -334,7 +335,7 @@ struct Residual {  // muse_moe.py:45
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 132240;
+  static constexpr u32 kScratch = 132448;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }

@@ -234,42 +234,18 @@ struct Channel {
     // As above, of each lane the vectors that it wants.
     template <u32 kN, class Ctx, class Wanted, class Index>
     MEGAGEN_DEVICE bool read_where(Ctx& ctx, uint4 (&v)[kN], Wanted wanted, Index index) {
-        u8* base = copy(ctx, ctx.heap());
-        begin_at(ctx, base, v, wanted, index);
-        return end_at(ctx, base, v, wanted, index);
-    }
-
-    // The loads of a read, to be on their way while something else is done.
-    template <u32 kN, class Ctx, class Wanted, class Index>
-    MEGAGEN_DEVICE void begin_read(Ctx& ctx, uint4 (&v)[kN], Wanted wanted, Index index) {
-        begin_at(ctx, copy(ctx, ctx.heap()), v, wanted, index);
-    }
-
-    // And its end: what has not come by then is waited for.
-    template <u32 kN, class Ctx, class Wanted, class Index>
-    MEGAGEN_DEVICE bool end_read(Ctx& ctx, uint4 (&v)[kN], Wanted wanted, Index index) {
-        return end_at(ctx, copy(ctx, ctx.heap()), v, wanted, index);
-    }
-
-    template <u32 kN, class Ctx, class Wanted, class Index>
-    MEGAGEN_DEVICE void begin_at(Ctx& ctx, u8* base, uint4 (&v)[kN], Wanted wanted, Index index) {
         constexpr uint4 kNothing = {0, 0, 0, 0};
         const auto skipped = [&](u32 i) { return !wanted(i) || (!kLamport && (ctx.dry || ctx.dead)); };
         if constexpr (D::kKind == Sync::kCluster) {
 #pragma unroll
             for (u32 i = 0; i < kN; ++i)
                 v[i] = skipped(i) ? kNothing : ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i)));
-        } else {
-#pragma unroll
-            for (u32 i = 0; i < kN; ++i) v[i] = skipped(i) ? kNothing : load(place(base, i, index));
-        }
-    }
-
-    template <u32 kN, class Ctx, class Wanted, class Index>
-    MEGAGEN_DEVICE bool end_at(Ctx& ctx, u8* base, uint4 (&v)[kN], Wanted wanted, Index index) {
-        if constexpr (!kLamport) {
             return !ctx.dead;
         } else {
+            u8* base = copy(ctx, ctx.heap());
+#pragma unroll
+            for (u32 i = 0; i < kN; ++i) v[i] = skipped(i) ? kNothing : load(place(base, i, index));
+            if constexpr (!kLamport) return !ctx.dead;
             // Polls take L2 bandwidth from the weight streams and from the writers: until something has come, one lane
             // polls one vector for its warp; then every lane what it lacks, so that the last of it costs one trip.
             bool begun = kN <= 2;

@@ -136,26 +136,6 @@ struct Format<WeightFormat::kNvfp4> {
                      ptx::mul_bf16x2(p3, high), b, j);
         }
     }
-
-    // As multiply, for eight columns whose B is kept in shared memory, where this lane's begins at `operand`: a loop
-    // over groups is short enough to stay with the warps' schedulers, and short of registers it is not either.
-    template <u32 kGroups, u32 kUnroll>
-    MEGAGEN_DEVICE void multiply_kept(Accumulators<1>& acc, u32 slice, u32 lane, u32 operand) {
-        static_assert(kGroups % 2 == 0, "a word of scales is of two groups");
-        const u32 scale_base = slice + kGroups * 512 + lane * kGroups * 2;
-#pragma unroll kUnroll
-        for (u32 p = 0; p < kGroups / 2; ++p) {
-            const u32 scales = ptx::ld_shared_u32(scale_base + 4 * p);
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                const u32 q = 2 * p + i;
-                const uint4 low = ptx::ld_shared_v4(operand + q * 1024),
-                            high = ptx::ld_shared_v4(operand + q * 1024 + 512);
-                const u32 b[1][kGroupWords] = {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}};
-                group<1>(acc.c[i], ptx::ld_shared_v4(slice + (q * 32 + lane) * 16), scales, i, b);
-            }
-        }
-    }
 };
 
 // Accumulators on their way from the eight math warps to the reduce warp. A: kSlots, kOffset, kSlotBytes, barrier

@@ -41,8 +41,6 @@ struct ExpertGemm {
     static constexpr u32 kGroups = Op::kStageK / kSlices / kGroup; // of a slice of a stage
     static constexpr u32 kSliceBytes = Weights::slice_bytes(kGroups * kGroup);
     static constexpr u32 kColumnsPerBlock = Op::kSwiglu ? kRowBlock / 2 : kRowBlock;
-    static constexpr bool kKept =
-        kFormat == WeightFormat::kNvfp4 && kGroups % 2 == 0 && kStagesPerTile == 1 && kBlocksPerStage == 1;
     static_assert(kBlocksPerStage == 1 || kStagesPerTile == 1,
                   "a stage is a piece of a row block or several whole ones");
     static_assert(kBlocksPerStage * kSlices * kSliceBytes == Op::kStageBytes, "packing and policy agree");
@@ -169,13 +167,9 @@ struct ExpertGemm {
         const ExpertTable table = Op::Table::get(ctx);
         Walk walk(Tiles::run(ctx));
         const u32 slice = ctx.warp - kFirstWarp;
-        if constexpr (kKept) {
-            kept_math(ctx, table, walk, slice);
-        } else {
 #pragma unroll 1
-            while (walk.next()) {
-                if (!expert_math(ctx, table, walk, slice)) return;
-            }
+        while (walk.next()) {
+            if (!expert_math(ctx, table, walk, slice)) return;
         }
     }
 
@@ -224,44 +218,6 @@ struct ExpertGemm {
             }
         }
         return true;
-    }
-
-    // All tiles, with what a warp multiplies by in its part of shared memory, where each lane finds what it has put.
-    // The next entry's tokens are on their way during the last tile of the one before.
-    template <class Ctx>
-    MEGAGEN_DEVICE void kept_math(Ctx& ctx, const ExpertTable& table, Walk& walk, u32 slice) {
-        constexpr u32 kVectors = 2 * kGroups;
-        const u32 operand = ctx.shared + Ctx::Kernel::kOperands + slice * kGroups * 1024 + ctx.lane * 16;
-        const auto all = [](u32) { return true; };
-        uint4 v[kVectors];
-        u32 row = 0;
-        const auto index = [&](u32 i) {
-            return static_cast<u64>(row + ctx.lane % 4 * 16) + (i / 2 * kGroup + i % 2 * 8);
-        };
-        bool more = walk.next();
-        if (more) {
-            row = input_of(ctx, table, walk.used, slice);
-            Op::In::begin_read(ctx, v, all, index);
-        }
-#pragma unroll 1
-        while (more) {
-            if (!Op::In::end_read(ctx, v, all, index)) return;
-#pragma unroll
-            for (u32 i = 0; i < kVectors; ++i) ptx::st_shared_v4(operand + i * 512, v[i]);
-            const u32 n = walk.count;
-            more = walk.next();
-            if (more) row = input_of(ctx, table, walk.used, slice);
-#pragma unroll 1
-            for (u32 i = 0; i < n; ++i) {
-                if (i + 1 == n) Op::In::begin_read(ctx, v, all, index);
-                Accumulators<1> acc;
-                if (!Ctx::Ring::acquire(ctx)) return;
-                Weights::template multiply_kept<kGroups, 2>(acc, Ctx::Ring::stage(ctx) + slice * kSliceBytes, ctx.lane,
-                                                            operand);
-                Ctx::Ring::release(ctx, acc.sum(0, 0));
-                if (!Ctx::Accum::put(ctx, slice, acc)) return;
-            }
-        }
     }
 
     // What stays the same for all tiles of a table entry: this lane's token of it, and the second-level scales.

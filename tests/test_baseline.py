@@ -1,8 +1,11 @@
-"""The op-by-op baseline on the CPU: its weights and cuts in torch, its kernels in Triton's interpreter where Triton is."""
+"""The op-by-op baseline on the CPU: its weights in torch, its kernels in Triton's interpreter where there is Triton."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,23 +13,31 @@ from typing import Any
 
 import pytest
 import torch
+from baseline_layers import built, op_by_op, refused
 
-from megagen.bench.baseline.prepare import SCALE_EXPONENT, prepare, words
-from megagen.bench.inputs import Inputs, get
+from megagen.bench.baseline import tiles
+from megagen.bench.baseline.exchange import Ranks, StandIns
+from megagen.bench.baseline.prepare import SCALE_EXPONENT, words
 from megagen.bench.routes import routes
-from megagen.cli import pipeline
 from megagen.errors import MegagenError
-from megagen.ops.compare import judge
+from megagen.models.muse_spark import sliding_layer
+from megagen.ops.attention import Attention
+from megagen.ops.dense_gemm import DenseGemm
+from megagen.ops.expert_gemm import ExpertGemm
 from megagen.ops.packing import Nvfp4
-from megagen.ops.reference import evaluate
 from megagen.runtime.stack import handed_on
 from megagen.runtime.step import Step
 from megagen.weights.random import random_layer
 
-if find_spec("triton") is not None:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before it is imported
+# Where there is a GPU, its tests run the kernels, and an interpreter would take their place. Asked for before Triton is
+# imported.
+INTERPRETED = find_spec("triton") is not None and not torch.cuda.is_available()
+if INTERPRETED:
+    os.environ["TRITON_INTERPRET"] = "1"
 
+ROOT = Path(__file__).resolve().parent.parent
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="triton is not installed, or has a GPU")
 EXTREMES = (0x00, 0x01, 0x02, 0x07, 0x08, 0x30, 0x7D, 0x7E)
 
 
@@ -73,68 +84,172 @@ def test_a_scale_of_zero_leaves_nothing(nvfp4: Nvfp4) -> None:
 # -- kernels ---------------------------------------------------------------------------------------------------
 
 
-def built(schedule: str, **more: Any) -> Any:
-    """A tiny layer with random weights, inputs and what the reference makes of them."""
-    tokens, context = more.pop("tokens", 5), more.pop("context", 300)
-    checked = pipeline.check(pipeline.Request(Path(schedule), tp=2, tokens=tokens, tiny=True, **more))
-    graph = checked.graph
-    layers = [random_layer(graph, seed, scale_extremes=seed == 1) for seed in range(2)]
-    step = Step.random_tree(tokens, context, seed=3)
-    inputs = Inputs.random(graph, 1, tokens, 0, torch.device("cpu"), step)
-    return SimpleNamespace(plan=checked.plan, graph=graph, layers=layers, inputs=inputs, step=step)
+CASES = {
+    "layer": ("muse_swa.py", 3, routes(9, 3, pool=16)),
+    "all to the same experts": ("muse_moe.py", 9, routes(8, 9, pool=16)),
+    "its own routing": ("muse_moe.py", 2, None),
+}
 
 
-def op_by_op(of: Any, **more: Any) -> Any:
-    from megagen.bench.baseline.layer import OpByOp
-
-    prepared = [prepare(x) for x in of.layers]
-    return OpByOp(of.graph, prepared, of.inputs.ranks[0], of.step, handed_on(of.plan), **more)
-
-
-def refused(of: Any, made: dict[str, torch.Tensor], table: torch.Tensor | None) -> list[str]:
-    """What of a layer's values is not right, by the reference with the layer's own routing."""
-    env: dict[str, Any] = {**of.layers[0].env(of.graph.tp), **of.inputs.env}
-    ids = made["routes.ids"]
-    if table is None:
-        want = evaluate(of.graph, env, torch.float32)["routes.ids"]
-        assert [set(x) for x in ids.tolist()] == [set(x) for x in want.tolist()]
-    else:
-        assert torch.equal(ids, table.long())
-    env["route_override"] = ids
-    reference, model = (evaluate(of.graph, env, dtype) for dtype in (torch.float32, torch.bfloat16))
-    wrong, seen = [], set()
-    for name, got in made.items():
-        if name == "routes.ids":
-            continue
-        if name.endswith("cache"):
-            got = get(got, of.step.numbers)
-        name, axis = ("unpooled", -1) if name not in reference else (name, -1)
-        want, twin = reference[name], model[name]
-        if got.shape != want.shape:  # this rank's share
-            want, twin = (share(of.graph, name, x, got.shape[axis]) for x in (want, twin))
-        verdict = judge(got, want, twin)
-        seen.add(name)
-        if not verdict:
-            wrong.append(f"{name}: {verdict}")
-    assert seen >= {"logits", "pooled", "expert_mid", "expert_out", "combined", "unpooled", "stream_out"}
-    return wrong
-
-
-def share(graph: Any, name: str, whole: torch.Tensor, width: int) -> torch.Tensor:
-    """The first rank's columns; of a projection's partial sums, of each of its parts."""
-    parts = next(
-        (w.parts for op in graph.ops if name in op.outputs.values() for w in op.weights.values() if w.parts), (width,)
-    )
-    starts = [sum(parts[:i]) * whole.shape[1] // width for i in range(len(parts))]
-    return torch.cat([whole[:, at : at + n] for at, n in zip(starts, parts, strict=True)], dim=1)
-
-
-@needs_triton
-@pytest.mark.parametrize("schedule", ["muse_swa.py", "muse_moe.py"])
-@pytest.mark.parametrize("routed", [False, True])
-def test_a_layer_is_right(schedule: str, routed: bool) -> None:
-    of = built(schedule)
-    table = routes(11, 5, pool=16) if routed else None
+@interpreted
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_is_right(case: str) -> None:
+    schedule, tokens, table = CASES[case]
+    of = built(schedule, tokens=tokens)
     layer = op_by_op(of, table=table)
     layer.launch(1)
     assert not refused(of, layer.values(), table)
+
+
+@needs_triton
+def test_layers_hand_on() -> None:
+    """The second layer reads what the first made, and the first what the last one made."""
+    of = built("muse_swa.py", tokens=1)
+    layer = op_by_op(of)
+    pairs = handed_on(of.plan)
+    for read, made in pairs.items():
+        for index in range(2):
+            assert layer._tensor(made, index).data_ptr() == layer._tensor(read, 1 - index).data_ptr(), (read, made)
+            assert layer._tensor(made, index).data_ptr() != layer._tensor(read, index).data_ptr(), (read, made)
+    of.layers.append(random_layer(of.graph, 2))
+    three = op_by_op(of)
+    assert three._tensor("next_k_cache", 2).data_ptr() == three._tensor("k_cache", 0).data_ptr()
+    assert three._tensor("next_q", 2).data_ptr() == three._tensor("q", 1).data_ptr()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("muse_swa.py", {"experts": "bf16"}),
+        ("muse_moe.py", {"split": "nk"}),
+        ("muse_swa.py", {"all_reduce": "two_shot"}),
+    ],
+)
+def test_what_has_no_kernel_is_refused(schedule: str, options: dict[str, str]) -> None:
+    of = built(schedule, tokens=1, options=options)
+    with pytest.raises(MegagenError, match="baseline"):
+        op_by_op(of)
+
+
+@needs_triton
+def test_a_step_of_other_tokens_is_refused() -> None:
+    of = built("muse_moe.py", tokens=2)
+    of = replace(of, step=Step.chain(1))
+    with pytest.raises(MegagenError, match="2 tokens was given a step of 1"):
+        op_by_op(of)
+
+
+KERNELS = {"dense", "expert_gemm", "top_k", "rms_norm", "residual", "combine", "attend", "merge", "heads"}
+
+
+@needs_triton
+def test_the_full_layer_compiles(tmp_path: Path) -> None:
+    """Every kernel as it is launched at full size, for the H200, without one."""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    script = [sys.executable, str(ROOT / "tests" / "baseline_compiled.py"), "1"]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert {row[0] for row in rows} == KERNELS
+    assert all(int(shared) <= 227 * 1024 for _, _, shared in rows)
+
+
+# -- cuts and exchanges ----------------------------------------------------------------------------------------
+
+
+def test_candidates_fit_the_full_layer() -> None:
+    graph = sliding_layer()
+    tried = {op.name: tiles.candidates(op, graph.tp, True) for op in graph.ops}
+    for op in graph.ops:
+        found = [t for t in tried[op.name] if not t.cublas]
+        if isinstance(op, DenseGemm):
+            assert tried[op.name][-1] is tiles.CUBLAS
+            assert len(found) == len(set(found)) >= 3
+            for t in found:
+                assert op.rows % t.rows == 0
+                assert op.k % (t.split * t.k) == 0
+                assert t.split <= tiles.MOST_SPLITS
+        elif isinstance(op, ExpertGemm):
+            assert len(found) == len(tiles.EXPERTS)
+        elif isinstance(op, Attention):
+            assert len(found) == len(tiles.ATTENTION)
+        else:
+            assert not found
+
+
+def test_a_size_without_a_kernel_is_refused() -> None:
+    op = next(op for op in sliding_layer().ops if isinstance(op, ExpertGemm))
+    with pytest.raises(MegagenError, match="no kernel for the size of gate_up"):
+        tiles.candidates(op.model_copy(update={"columns": 8 * 24}), 8, True)
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An op and tries of three tiles, whose times are what they are called with."""
+    monkeypatch.setattr(tiles, "_time", lambda work: work())
+    op = SimpleNamespace(name="pooler")
+
+    def tries(*times: float | Exception) -> Any:
+        def work(time: float | Exception) -> Any:
+            def run() -> float:
+                if isinstance(time, Exception):
+                    raise time
+                return time
+
+            return run
+
+        return op, {tiles.Tile(16 << i): work(time) for i, time in enumerate(times)}
+
+    return tries
+
+
+def test_the_fastest_tile_is_taken(three: Any) -> None:
+    assert tiles.Tuned().fastest(*three(8.0, 4.0, 6.0), 2).rows == 32
+    assert tiles.Tuned().fastest(*three(8.0, 7.95, 9.0), 2).rows == 16, "not by less than runs differ"
+
+
+def test_what_does_not_run_is_left_out_and_told(three: Any) -> None:
+    tuned = tiles.Tuned()
+    assert tuned.fastest(*three(RuntimeError("out of\nshared memory"), 9.0, 8.0), 2).rows == 64
+    told = tuned.log["pooler"]
+    assert list(told.values()) == ["RuntimeError: out of shared memory", "4.50 µs", "4.00 µs"]
+    with pytest.raises(MegagenError, match="no kernel of the baseline runs pooler"):
+        tuned.fastest(*three(*[RuntimeError("no")] * 3), 2)
+
+
+def test_a_lost_device_is_no_failed_try(three: Any) -> None:
+    with pytest.raises(torch.AcceleratorError):
+        tiles.Tuned().fastest(*three(torch.AcceleratorError("illegal address"), 9.0, 8.0), 2)
+
+
+def test_stand_ins_write_what_is_read() -> None:
+    place = StandIns(4, torch.device("cpu")).gathered(3, 32)
+    assert place.send is None
+    assert place.write.data_ptr() == place.read.data_ptr()
+    assert place.read.shape == (4, 3, 32)
+
+
+def test_a_rank_sends_its_own_slot(tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meeting'}", rank=0, world_size=1)
+    try:
+        place = Ranks(dist.group.WORLD, torch.device("cpu")).gathered(3, 32)
+        assert place.write.shape == (1, 3, 32)
+        place.write.fill_(7)
+        assert place.send is not None
+        place.send()
+        assert bool((place.read == 7).all())
+    finally:
+        dist.destroy_process_group()
+
+
+def test_without_triton_the_baseline_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megagen.bench import baseline
+
+    monkeypatch.setattr(baseline, "find_spec", lambda name: None)
+    with pytest.raises(MegagenError, match="needs Triton") as caught:
+        baseline.refuse_unfit(sliding_layer())
+    assert "megagen[baseline]" in caught.value.render()

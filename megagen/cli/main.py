@@ -37,6 +37,11 @@ class Only(StrEnum):
     unfused = "unfused"
 
 
+class Baseline(StrEnum):
+    torch = "torch"
+    all = "all"
+
+
 class Size(StrEnum):
     tiny = "tiny"
     full = "full"
@@ -305,6 +310,9 @@ def bench(
     choose: Choose = None,
     option: Options = None,
     only: Annotated[Only | None, typer.Option("--only", help="Time one of the two.  [default: both, in turns]")] = None,
+    baseline: Annotated[
+        Baseline | None, typer.Option("--baseline", help="Time the same ops in kernels of torch and Triton as well.")
+    ] = None,
     experts: Annotated[
         int | None, typer.Option("--experts", min=1, help="Distinct experts of a launch.  [default: the plan's]")
     ] = None,
@@ -324,6 +332,9 @@ def bench(
 
     if whole and only is Only.unfused:
         raise typer.BadParameter("--step times the fused kernel: leave out --only unfused")
+    if whole and baseline is not None:
+        raise typer.BadParameter("--step times the fused kernel: leave out --baseline")
+    baselines = () if baseline is None else device.BASELINES if baseline is Baseline.all else (baseline.value,)
     wanted = [Only.fused] if whole else [only] if only else list(Only)
     found = {
         o.value: _checked(_request(schedule, machine, tp, tokens, choose, o is Only.unfused, option)) for o in wanted
@@ -335,14 +346,19 @@ def bench(
         typer.echo("warning: the schedule asks for stamps, which take time", err=True)
     step = pipeline.step(one, one.graph.tokens, context, tree=tree, usual=device.CONTEXT)
     device.require()
+    if baselines:
+        from megagen.bench.baseline import refuse_unfit
+
+        refuse_unfit(one.graph)
     built = {n: _built(c, [c.plan.machine.arch], bounded=not unbounded) for n, c in found.items()}
     command = _command()
     some = next(iter(built.values()))
-    with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds, 1 + whole)) as progress:
+    with _working(f"timing {' and '.join((*built, *baselines))}", device.steps(layers, rounds, 1 + whole)) as progress:
         more: dict[str, Any] = {"bounded": not unbounded, "step": step}
         if whole:
             sheet = device.bench_step(some, experts, layers, rounds, command, record, progress, **more)
         else:
+            more["baselines"] = baselines
             sheet = device.bench(built, experts, layers, rounds, command, record, progress, **more)
     if as_json:
         header = explain.header(some.plan, some.options)

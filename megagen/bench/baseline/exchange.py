@@ -12,8 +12,7 @@ import torch
 @dataclass(frozen=True)
 class Place:
     """An exchange. The writer's kernel fills ``write`` [places, rows, columns], the r-th rotated by 16 r columns; then
-    ``send``, if there is any, brings it to ``read`` [ranks, rows, columns]: all ranks' messages, or what is to be added.
-    """
+    ``send``, if there is any, brings it to ``read`` [ranks, rows, columns]: all messages, or what is to be added."""
 
     write: torch.Tensor
     read: torch.Tensor
@@ -43,8 +42,8 @@ class StandIns:
 
 
 class Ranks:
-    """A rank a process with a GPU of its own. Gathers are NCCL's, sums torch's one-shot all-reduce over symmetric memory:
-    the fastest of torch's own for messages of a few hundred KB."""
+    """A process and a GPU a rank. Gathers are NCCL's, sums torch's one-shot all-reduce, which wants symmetric
+    memory."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         import torch.distributed as dist

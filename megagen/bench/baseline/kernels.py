@@ -1,7 +1,7 @@
 """Triton kernels of the op-by-op layer: one an op, 16 rows of tokens at a time, weights streamed once.
 
-Every launch begins with what depends on weights alone, then waits for the launch before (``PDL``), and lets the next one
-begin at once. What ranks exchange is [ranks, tokens, columns of a rank]: a message is written into ``SLOTS`` places
+Every launch begins with what depends on weights alone, then waits for the launch before (``PDL``), and lets the next
+one begin at once. What ranks exchange is [ranks, tokens, columns of a rank]: a message is written into ``SLOTS`` places
 of it, the r-th rotated by 16 r columns, as stand-ins do. What an expert GEMM multiplies is kept in *planes*: of each
 rank's columns first those with number 0 to 3 in their block of 16, of all blocks, then 4 to 7, and so on.
 """
@@ -54,9 +54,20 @@ def _gathered(column, row, ROWS_: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _dot(a, b, total):
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total)
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total)
+
+
+@triton.jit
+def _bf16(x):
+    """Rounded to the nearest, which the interpreter's own conversion does not do."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + (bits >> 16 & 1)
+        y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
-        return tl.dot(a, b, total)
+        y = x.to(tl.bfloat16)
+    return y
 
 
 @triton.jit
@@ -65,13 +76,15 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _spread(out, value, row, column, mask, STRIDE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, PLANES: tl.constexpr):
+def _spread(
+    out, value, row, column, mask, STRIDE: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, PLANES: tl.constexpr
+):
     """Send a message's elements into all places."""
     for slot in tl.static_range(SLOTS):
         turned = (column + TURN * slot) % N
         if PLANES:
             turned = _plane(turned, N)
-        tl.store(out + slot * STRIDE + row * N + turned, value.to(tl.bfloat16), mask=mask)
+        tl.store(out + slot * STRIDE + row * N + turned, _bf16(value), mask=mask)
 
 
 # -- dense ------------------------------------------------------------------------------------------------------
@@ -83,10 +96,9 @@ def dense(
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, SPLIT: tl.constexpr, SLOTS: tl.constexpr, FINISH: tl.constexpr,
     FP32: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x bf16 [T, K] times w [N, K] transposed. ``SPLIT`` programs share K; with ``FINISH`` the last of them to arrive adds
-    their fp32 ``partials`` [SPLIT, 16, N] in ascending order and sends ``out``, else the reader adds. An fp32 weight
-    is three bf16 ones: its products are exact.
-    """
+    """x bf16 [T, K] times w [N, K] transposed. ``SPLIT`` programs share K; with ``FINISH`` the last of them to arrive
+    adds their fp32 ``partials`` [SPLIT, 16, N] in ascending order and sends ``out``, else the reader adds. An fp32
+    weight is three bf16 ones: its products are exact."""
     tile, part = tl.program_id(0), tl.program_id(1)
     n = tile * BN + tl.arange(0, BN)
     t = tl.arange(0, ROWS)
@@ -104,10 +116,10 @@ def dense(
         a = tl.load(rows + at, mask=t[:, None] < T, other=0.0)
         b = tl.load(weights + at, eviction_policy="evict_first")
         if FP32:
-            high = b.to(tl.bfloat16)
+            high = _bf16(b)
             rest = b - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+            middle = _bf16(rest)
+            low = _bf16(rest - middle.to(tl.float32))
             total = _dot(a, low, total)
             total = _dot(a, middle, total)
             total = _dot(a, high, total)
@@ -174,10 +186,10 @@ def _decode(words, scale, ASM: tl.constexpr):
     else:
         u = words.to(tl.int32) & 0xFFFF
         factor = _value(scale & 0xFFFF)
-        a = (_value(u & 0x81C0) * factor).to(tl.bfloat16)
-        b = (_value(u >> 6 & 0x01C0 | u << 10 & 0x8000) * factor).to(tl.bfloat16)
-        c = (_value(u << 4 & 0x81C0) * factor).to(tl.bfloat16)
-        d = (_value(u << 6 & 0x80C0 | u >> 2 & 0x0100) * factor).to(tl.bfloat16)
+        a = _bf16(_value(u & 0x81C0) * factor)
+        b = _bf16(_value(u >> 6 & 0x01C0 | u << 10 & 0x8000) * factor)
+        c = _bf16(_value(u << 4 & 0x81C0) * factor)
+        d = _bf16(_value(u << 6 & 0x80C0 | u >> 2 & 0x0100) * factor)
     return a, b, c, d
 
 
@@ -249,10 +261,9 @@ def expert_gemm(
     SWIGLU: tl.constexpr, SLOTS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each entry's slots (token * TOP_K + place) times its expert's NVFP4 matrix: ``words`` int16 [experts, rows, K / 4],
-    ``scales`` uint8 [experts, rows, K / 16], ``scale_2`` fp32 [experts, 1 or 2]. With ``SWIGLU`` rows are N of the gate,
-    then N of up. ``x`` [ranks, T or T * TOP_K, XN] in planes. ``EARLY``: the launch before did not make the entries.
-    """
+    """Each entry's slots (token * TOP_K + place) times its expert's NVFP4 matrix, as prepare.py makes it. Rows with
+    ``SWIGLU`` are N of the gate, then N of up. ``x`` [ranks, T or T * TOP_K, XN] in planes. ``EARLY``: the launch
+    before did not make the entries, so that they are there before it ends."""
     tile, entry = tl.program_id(0), tl.program_id(1)
     HALVES: tl.constexpr = 2 if SWIGLU else 1
     if not (EARLY and PDL):
@@ -289,11 +300,12 @@ def expert_gemm(
 
 @triton.jit
 def top_k(
-    partials, bias, override, ids, shares, arrived, entry_expert, entry_count, entry_slots, entries, multiplier, eps, scale,
+    partials, bias, override, ids, shares, arrived, entry_of, entry_expert, entry_count, entry_slots, entries,
+    multiplier, eps, scale,
     T: tl.constexpr, E: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, SPLIT: tl.constexpr, SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token's experts and their shares; the last program to arrive lists the used experts, ascending, each with its slots.
+    """A token's experts and their shares; the last program to arrive lists the used experts, ascending, and slots.
 
     ``E``: N experts, filled up to a power of two. ``SLOTS``: T * TOP_K, filled up likewise.
     """
@@ -324,15 +336,21 @@ def top_k(
     if tl.atomic_add(arrived, 1, sem="acq_rel") == T - 1:
         a = tl.arange(0, SLOTS)
         real = a < T * TOP_K
-        mine = tl.load(ids + a, mask=real, other=N, cache_modifier=".cg")
-        same = (mine[:, None] == mine[None, :]).to(tl.int32)
-        rank = tl.sum(tl.where(a[None, :] < a[:, None], same, 0), axis=1)
-        leads = ((rank == 0) & real).to(tl.int32)
-        entry = tl.sum(tl.where(mine[None, :] < mine[:, None], leads[None, :], 0), axis=1)
-        tl.store(entry_expert + entry, mine, mask=leads != 0)
-        tl.store(entry_count + entry, tl.sum(same, axis=1), mask=leads != 0)
-        tl.store(entry_slots + entry * ROWS + rank, a, mask=real)
-        tl.store(entries, tl.sum(leads, axis=0))
+        mine = tl.load(ids + a, mask=real, other=0, cache_modifier=".cg")
+        count = tl.histogram(mine, E, mask=real)
+        used = (count > 0).to(tl.int32)
+        entry = tl.cumsum(used, axis=0) - 1
+        tl.store(entry_expert + entry, e, mask=used != 0)
+        tl.store(entry_count + entry, count, mask=used != 0)
+        tl.store(entry_of + e, entry)
+        tl.store(entries, tl.sum(used, axis=0))
+        rank = tl.zeros((SLOTS,), tl.int32)  # of a slot among those of its expert
+        for start in range(0, T * TOP_K, TOP_K):
+            others = tl.load(ids + start + place, cache_modifier=".cg")
+            earlier = (others[None, :] == mine[:, None]) & (start + place[None, :] < a[:, None])
+            rank += tl.sum(earlier.to(tl.int32), axis=1)
+        tl.debug_barrier()
+        tl.store(entry_slots + tl.load(entry_of + mine) * ROWS + rank, a, mask=real)
         tl.store(arrived, 0)
 
 
@@ -352,7 +370,7 @@ def rms_norm(
     y = tl.load(x + _gathered(c, t, T, XN), mask=c < W, other=0.0).to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, axis=0) / W + eps) * (1.0 + g)
     place = _plane(c, W) if PLANES else c
-    tl.store(out + t * W + place, y.to(tl.bfloat16), mask=c < W)
+    tl.store(out + t * W + place, _bf16(y), mask=c < W)
 
 
 @triton.jit
@@ -381,7 +399,7 @@ def residual(
     if NEXT:
         g = tl.load(next_gain + c, mask=mask, other=0.0).to(tl.float32)
         s = s * tl.rsqrt(tl.sum(s * s, axis=0) / W + next_eps) * (1.0 + g)
-        tl.store(normed + t * W + c, s.to(tl.bfloat16), mask=mask)
+        tl.store(normed + t * W + c, _bf16(s), mask=mask)
 
 
 @triton.jit
@@ -399,7 +417,7 @@ def combine(
     y = tl.load(x + place, mask=c[None, :] < W, other=0.0).to(tl.float32) * g[None, :]
     factor = tl.load(shares + t * TOP_K + k) * tl.rsqrt(tl.sum(y * y, axis=1) / W + eps)
     y = tl.sum(y * factor[:, None], axis=0)
-    tl.store(out + t * W + c, y.to(tl.bfloat16), mask=c < W)
+    tl.store(out + t * W + c, _bf16(y), mask=c < W)
 
 
 # -- attention --------------------------------------------------------------------------------------------------
@@ -413,7 +431,7 @@ def attend(
 ):  # fmt: skip
     """``PER`` chunks of numbers for ``BM`` rows (token, then query head) of a key head: softmax not yet divided.
 
-    ``sums`` fp32 [parts, KV, 16 * H / KV, 64] with the ``tops`` (largest scores) and ``totals`` [parts, KV, 16 * H / KV].
+    ``sums`` fp32 [parts, KV, 16 * H / KV, 64], and as many ``tops`` (largest scores) and ``totals`` but for the 64.
     """
     kv, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: tl.constexpr = H // KV
@@ -449,7 +467,7 @@ def attend(
         v = tl.load(
             values + ((kv * CHUNKS + at) * HEAD + d[None, :]) * CHUNK + p[:, None], mask=there[:, None], other=0.0
         )
-        acc = _dot(s.to(tl.bfloat16), v, acc * fade[:, None])
+        acc = _dot(_bf16(s), v, acc * fade[:, None])
         total = total * fade + tl.sum(s, axis=1)
         top = new
     row = (part * KV + kv) * (ROWS * G) + r
@@ -478,7 +496,7 @@ def merge(
     y = y * tl.rsqrt(tl.sum(y * y, axis=0) / HEAD + eps)
     at = (t * H + h) * HEAD + d
     y = y * _sigmoid(tl.load(gate + at).to(tl.float32))
-    tl.store(out + at, y.to(tl.bfloat16))
+    tl.store(out + at, _bf16(y))
 
 
 @triton.jit
@@ -513,7 +531,7 @@ def heads(
         factor = (tl.rsqrt(mean + eps) * tl.where(first < H, scale, 1.0))[:, None]
         low, high = low * factor, high * factor
         low, high = low * cosine - high * sine, high * cosine + low * sine
-    low, high = low.to(tl.bfloat16), high.to(tl.bfloat16)
+    low, high = _bf16(low), _bf16(high)
     if first < H:
         at = q + (t * H + h) * HEAD + d
         tl.store(at, low)

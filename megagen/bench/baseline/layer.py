@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from triton.runtime._async_compile import AsyncCompileMode
 
-from megagen.bench.baseline import kernels
+from megagen.bench.baseline import kernels, refuse_unfit
 from megagen.bench.baseline.exchange import Exchange, Place, StandIns
 from megagen.bench.baseline.prepare import Prepared, Words
 from megagen.bench.baseline.tiles import MOST_SPLITS, Tile, Tuned, candidates, captured
@@ -54,16 +55,21 @@ class Launch:
             self.kernel.warmup(*self.args, grid=self.grid, **self.meta)
 
 
+def _run(launches: Sequence[Launch]) -> None:
+    for launch in launches:
+        launch()
+
+
 class OpByOp:
     """Layers of ``graph``, a kernel or two an op, on one live rank.
 
     ``weights``: of each layer (see :func:`megagen.bench.baseline.prepare.prepare`). ``inputs``: what the first layer
     reads, by name. ``pairs``: which of a layer's outputs is which of the next one's inputs
-    (:func:`megagen.runtime.stack.handed_on`); layers share and rotate buffers as in :class:`megagen.runtime.stack.Stack`.
-    ``step``: of all the graph's tokens. ``table``: the first routing, see :meth:`reroute`; like the step it lies in device
-    memory. ``tiles``: how kernels are cut, by op; what is not there is measured, on a CPU it is the first candidate.
-    ``asm`` False decodes experts' weights in plain Triton; ``pdl``: kernels begin before the last one ends. Raises
-    MegagenError for a graph with an op that there is no kernel for.
+    (:func:`megagen.runtime.stack.handed_on`); caches and the rest are handed on as in
+    :class:`megagen.runtime.stack.Stack`. ``step``: of all the graph's tokens. ``table``: the first routing, see
+    :meth:`reroute`; like the step it lies in device memory. ``tiles``: how kernels are cut, by op; what is not there is
+    measured, on a CPU it is the first candidate. ``asm`` False decodes experts' weights in plain Triton; ``pdl``:
+    kernels begin before the last one ends. Raises MegagenError for a graph with an op that there is no kernel for.
     """
 
     def __init__(
@@ -80,6 +86,7 @@ class OpByOp:
         asm: bool | None = None,
         pdl: bool | None = None,
     ) -> None:
+        refuse_unfit(graph)
         if step.tokens != graph.tokens:
             raise MegagenError(f"a baseline of {graph.tokens} tokens was given a step of {step.tokens}")
         self.graph, self.weights, self.step = graph, weights, step
@@ -96,16 +103,16 @@ class OpByOp:
         self._shared: dict[str, Any] = {}  # buffers of all layers
         self._state = self._hand_on(inputs)  # of what is handed on, by either name
         self._given = {name: x for name, x in inputs.items() if name not in pairs}
-        self._sums: dict[str, tuple[torch.Tensor, int]] = {}  # partial sums and their number, as the last bind left them
+        self._sums: dict[str, tuple[torch.Tensor, int]] = {}  # partial sums and their number, as last bound
         self.tiles: dict[str, Tile] = {}
         tiles = tiles or {}
         self.reroute(table)
         for op in graph.ops:
             if options := candidates(op, graph.tp, self.gpu):
                 self.tiles[op.name] = tiles[op.name] if op.name in tiles else self._choose(op, options)
-            for launch in self._bind(op, 0):  # the ops that read from it are tried on what it makes
-                if self.gpu:
-                    launch()
+            bound = self._bind(op, 0)
+            if self.gpu:
+                _run(bound)  # the ops that read from it are tried on what it makes
         self.layers = [[x for op in graph.ops for x in self._bind(op, i)] for i in range(len(weights))]
 
     # -- running ---------------------------------------------------------------------------------------------
@@ -113,12 +120,19 @@ class OpByOp:
     def launch(self, layers: int | None = None) -> None:
         """Queue all layers' kernels, or the first few's, in the current stream."""
         for layer in self.layers[:layers]:
-            for launch in layer:
-                launch()
+            _run(layer)
 
     def capture(self) -> Any:
         """:meth:`launch` as a CUDA graph; one launch comes before. Keep this as long as it."""
         return captured(self.launch)
+
+    def described(self) -> dict[str, str]:
+        """How each kernel is cut that could be cut in several ways, and what was tried and did not run."""
+        failed = {
+            op: [f"{cut} did not run: {why}" for cut, why in tried.items() if not why.endswith("µs")]
+            for op, tried in self.tuned.log.items()
+        }
+        return {op: ", ".join((str(tile), *failed.get(op, []))) for op, tile in self.tiles.items()}
 
     def reroute(self, table: torch.Tensor | None) -> None:
         """Expert ids int32 [tokens, top_k] in place of the router's from now on; None gives them back."""
@@ -141,7 +155,7 @@ class OpByOp:
                 elif name in self._sums:
                     sums, n = self._sums[name]
                     found[name] = sums.float().view(n, -1, sums.shape[-1])[:, : self.step.tokens].sum(0)
-                elif port == "partials" or name not in self._shared and tensor.kind is TensorKind.INTERNAL:
+                elif port == "partials" or (tensor.kind is TensorKind.INTERNAL and name not in self._shared):
                     continue
                 elif tensor.kind is not TensorKind.INTERNAL:
                     found[name] = self._tensor(name, layer)
@@ -211,7 +225,8 @@ class OpByOp:
         """Columns in their order."""
         if not self._planes(name):
             return held
-        return held.unflatten(-1, (4, -1, 4)).transpose(-3, -2).flatten(-3)
+        found: torch.Tensor = held.unflatten(-1, (4, -1, 4)).transpose(-3, -2).flatten(-3)
+        return found
 
     def _entries(self, op: Op) -> tuple[torch.Tensor, ...]:
         """The used experts, how many slots each has, which, and how many experts they are."""
@@ -246,10 +261,7 @@ class OpByOp:
                 for launch in some[: len(some) // len(self.weights)]:
                     launch.compile()  # an error is met again when the launch is tried
 
-        def work(launches: Sequence[Launch]) -> Callable[[], None]:
-            return lambda: [x() for x in launches] and None
-
-        return self.tuned.fastest(op, {tile: work(some) for tile, some in tries.items()}, len(self.weights))
+        return self.tuned.fastest(op, {t: partial(_run, some) for t, some in tries.items()}, len(self.weights))
 
     # -- ops -------------------------------------------------------------------------------------------------
 
@@ -264,11 +276,6 @@ class OpByOp:
             RmsNorm: self._norm,
             TopK: self._top_k,
         }
-        if type(op) not in makers or self.graph.attributes.get("split", "nn") != "nn":
-            raise MegagenError(
-                f"there is no baseline of {op.kind} in {self.graph.name}",
-                hint="sliding-window layers and the expert block have one, with the usual split",
-            )
         found = makers[type(op)](op, layer)
         for name in op.outputs.values():
             if self._exchanged(name) and (send := self._place(name).send) is not None:
@@ -285,8 +292,7 @@ class OpByOp:
 
     def _plain(self, op: Op, port: str, layer: int) -> torch.Tensor:
         found = self.weights[layer][op.weights[port].name]
-        if isinstance(found, Words):
-            raise MegagenError(f"the baseline wants {op.weights[port].name} in bf16 or fp32")
+        assert isinstance(found, torch.Tensor)
         return found
 
     def _dense(self, op: DenseGemm, layer: int) -> list[Launch]:
@@ -341,8 +347,7 @@ class OpByOp:
     def _experts(self, op: ExpertGemm, layer: int) -> list[Launch]:
         tile, place = self.tiles[op.name], self._place(op.outputs["out"])
         weight = self.weights[layer][op.weights["weight"].name]
-        if not isinstance(weight, Words):
-            raise MegagenError("the baseline has kernels for NVFP4 experts alone")
+        assert isinstance(weight, Words)
         x, n = self._read(op.inputs["in"], layer), op.columns // self.graph.tp
         entries = self._entries(op)
         return [
@@ -369,18 +374,18 @@ class OpByOp:
 
     def _top_k(self, op: TopK, layer: int) -> list[Launch]:
         logits, split = self._sums[op.inputs["logits"]]
-        arrived = self._buffer(f"{op.name}.arrived", (1,), torch.int32)
-        tokens = self.step.tokens
+        filled, tokens = 1 << (op.experts - 1).bit_length(), self.step.tokens
+        arrived, entry_of = (self._buffer(f"{op.name}.{x}", (filled,), torch.int32) for x in ("arrived", "entry_of"))
         return [
             self._launch(
                 kernels.top_k,
                 (tokens,),
                 (
                     logits, self._plain(op, "bias", layer), self._override(op), *self._routes(op), arrived,
-                    *self._entries(op), op.multiplier, op.eps, op.scale,
+                    entry_of, *self._entries(op), op.multiplier, op.eps, op.scale,
                 ),
                 T=tokens,
-                E=1 << (op.experts - 1).bit_length(),
+                E=filled,
                 N=op.experts,
                 TOP_K=op.k,
                 SPLIT=split,
@@ -390,8 +395,6 @@ class OpByOp:
 
     def _norm(self, op: RmsNorm, layer: int) -> list[Launch]:
         x = self._read(op.inputs["in"], layer)
-        if not op.centred or op.round_input:
-            raise MegagenError(f"the baseline has no kernel for the norm {op.name}")
         return [
             self._launch(
                 kernels.rms_norm,
@@ -503,4 +506,3 @@ class OpByOp:
                 warps=1,
             )
         ]
-

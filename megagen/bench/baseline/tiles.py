@@ -19,6 +19,8 @@ PROGRAMS = range(100, 600)  # of a dense GEMM: no fewer than fill a GPU, no more
 USUAL_PROGRAMS = 264
 MOST_SPLITS = 32
 MOST_TRIED = 6
+EXPERTS = [(32, 256, 4, 4), (32, 256, 2, 4), (32, 512, 4, 3), (64, 256, 4, 3), (16, 256, 1, 4), (16, 512, 2, 3)]
+ATTENTION = [(64, 2, 4, 2), (64, 1, 4, 2), (128, 2, 4, 2), (128, 1, 8, 2), (32, 2, 2, 2)]
 REPEATS = 5
 LEAST_GAIN = 0.02  # by which a later candidate must be faster: else another run chooses another
 
@@ -45,31 +47,31 @@ CUBLAS = Tile(rows=0, cublas=True)
 
 
 def candidates(op: Op, tp: int, gpu: bool) -> tuple[Tile, ...]:
-    """The cuts that an op's kernel may have, the likeliest first; none where there is nothing to choose."""
+    """The cuts that an op's kernel may have, the likeliest first; none where there is nothing to choose. Without a
+    ``gpu`` large ones, since an interpreter takes its time for every operation."""
     if isinstance(op, DenseGemm):
         return _dense(op, gpu)
     if isinstance(op, ExpertGemm):
         columns = op.columns // tp
         own = op.k if op.swiglu else op.k // tp  # columns of a rank in what it reads
-        usual = ((32, 256, 4, 4), (32, 256, 2, 4), (32, 512, 4, 3), (64, 256, 4, 3), (16, 256, 1, 4), (16, 512, 2, 3))
+        usual = EXPERTS if gpu else [(128, k, 4, 1) for k in (1024, 512, 256)]
         found = [Tile(r, k, 1, w, s) for r, k, w, s in usual if columns % r == 0 and own % k == 0]
         return _some(op, found)
     if isinstance(op, Attention):
         rows = 16 * op.heads // op.kv_heads
-        usual = ((64, 2, 4, 2), (64, 1, 4, 2), (128, 2, 4, 2), (128, 1, 8, 2), (32, 2, 2, 2))
-        return _some(op, [Tile(r, 0, split, w, s) for r, split, w, s in usual if rows % r == 0])
+        return _some(op, [Tile(r, 0, split, w, s) for r, split, w, s in ATTENTION if rows % r == 0])
     return ()
 
 
 def _dense(op: DenseGemm, gpu: bool) -> tuple[Tile, ...]:
     fp32 = op.weights["weight"].dtype is DType.FP32
     found = []
-    for rows in (32, 64, 16):
+    for rows in (32, 64, 16) if gpu else (256, 128, 64, 16):
         for split in (1 << i for i in range(MOST_SPLITS.bit_length())):
             share = op.k // split
-            k = min(share, 64 if fp32 else 128)
+            k = min(share, 512 if not gpu else 64 if fp32 else 128)
             programs = op.rows // rows * split
-            if op.rows % rows or op.k % split or share % k or share & share - 1 or k < 32:
+            if op.rows % rows or op.k % split or share % k or share & share - 1 or k < 64:
                 continue
             if programs in PROGRAMS or not gpu:
                 found.append(Tile(rows, k, split))
@@ -108,7 +110,8 @@ class Tuned:
             if best is None or took < best[0] * (1 - LEAST_GAIN):
                 best = took, tile
         if best is None:
-            raise MegagenError(f"no kernel of the baseline runs {op.name}", notes=tuple((t, None) for t in log.values()))
+            notes = tuple((f"{tile}: {why}", None) for tile, why in log.items())
+            raise MegagenError(f"no kernel of the baseline runs {op.name}", notes=notes)
         return best[1]
 
 
@@ -116,7 +119,7 @@ def _time(work: Callable[[], None]) -> float:
     """µs of a replay of what ``work`` launches, the median of a few."""
     graph: Any = captured(work)
     graph.replay()
-    found = []
+    found: list[float] = []
     for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

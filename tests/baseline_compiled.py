@@ -75,4 +75,5 @@ def compiled(launch: Launch) -> Any:
 if __name__ == "__main__":
     for cut in range(int(sys.argv[1])):
         for launch in layer(cut):
-            print(launch.kernel.__name__, launch.grid, compiled(launch).metadata.shared, sep="\t")
+            found = (launch.kernel.__name__, launch.grid, compiled(launch).metadata.shared)
+            sys.stdout.write("\t".join(map(str, found)) + "\n")

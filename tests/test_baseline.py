@@ -16,7 +16,7 @@ import torch
 from baseline_layers import built, op_by_op, refused
 
 from megagen.bench.baseline import tiles
-from megagen.bench.baseline.exchange import Ranks, StandIns
+from megagen.bench.baseline.exchange import Place, Ranks, StandIns
 from megagen.bench.baseline.prepare import SCALE_EXPONENT, words
 from megagen.bench.routes import routes
 from megagen.errors import MegagenError
@@ -99,6 +99,34 @@ def test_a_layer_is_right(case: str) -> None:
     layer = op_by_op(of, table=table)
     layer.launch(1)
     assert not refused(of, layer.values(), table)
+
+
+@interpreted
+def test_products_of_torch_are_right() -> None:
+    of, table = built("muse_swa.py", tokens=2), routes(8, 2, pool=16)
+    dense = [op.name for op in of.graph.ops if isinstance(op, DenseGemm)]
+    layer = op_by_op(of, table=table, tiles=dict.fromkeys(dense, tiles.CUBLAS))
+    layer.launch(1)
+    assert not refused(of, layer.values(), table)
+
+
+class Copied:
+    """One rank, whose messages come to their reader by a launch of their own."""
+
+    def gathered(self, rows: int, columns: int) -> Place:
+        write, read = (torch.full((1, rows, columns), torch.nan, dtype=torch.bfloat16) for _ in range(2))
+        return Place(write, read, lambda: read.copy_(write))
+
+    reduced = gathered
+
+
+@interpreted
+def test_messages_are_sent_before_they_are_read() -> None:
+    of, table = built("muse_swa.py", tokens=2, tp=1), routes(8, 2, pool=16)
+    layer = op_by_op(of, table=table, exchange=Copied())
+    layer.launch(1)
+    assert not refused(of, layer.values(), table)
+    assert sum(x.meta is None for x in layer.layers[0]) == 5, "a layer has five exchanges"
 
 
 @needs_triton

@@ -62,7 +62,7 @@ def _dot(a, b, total):
 def _bf16(x):
     """Rounded to the nearest, which the interpreter's own conversion does not do."""
     if INTERPRETED:
-        bits = x.to(tl.int32, bitcast=True)
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         bits += 0x7FFF + (bits >> 16 & 1)
         y = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:

@@ -101,7 +101,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_tuning_finds_a_cut_for_every_op(usual: Layers) -> None:
     layer = op_by_op(usual, table=routes(49, 16))
     assert set(layer.tiles) == {op.name for op in usual.graph.ops if layer.tuned.log.get(op.name)}
-    failed = {
-        op: some for op, tried in layer.tuned.log.items() if (some := {k: v for k, v in tried.items() if v[-1] != "s"})
-    }
+    failed = [
+        (op, cut, why) for op, tried in layer.tuned.log.items() for cut, why in tried.items() if not why.endswith(" µs")
+    ]
     assert not failed, "these could not run"

@@ -542,6 +542,8 @@ def test_a_full_disk_is_no_bug(args: tuple[str, ...]) -> None:
         ["run", "s.py", "--launch", "0"],
         ["run", "s.py", "--context", "-1"],
         ["bench", "s.py", "--step", "--only", "unfused"],
+        ["bench", "s.py", "--step", "--baseline", "torch"],
+        ["bench", "s.py", "--baseline", "jax"],
         ["explain"],
         ["run", "s.py", "--tp", "many"],
         ["trace"],
@@ -909,11 +911,14 @@ def test_run_holds_the_promise(options: tuple[str, ...]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.slow
-def test_bench_states_times_against_the_floor() -> None:
-    done = megagen("bench", SHIPPED, "--json", "--rounds", "10")
+@pytest.mark.parametrize("baseline", [(), ("torch",)])
+def test_bench_states_times_against_the_floor(baseline: tuple[str, ...]) -> None:
+    if baseline:
+        pytest.importorskip("triton")
+    done = megagen("bench", SHIPPED, "--json", "--rounds", "10", *(x for b in baseline for x in ("--baseline", b)))
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)["figures"]
-    assert [f["variant"] for f in figures] == ["fused", "unfused"]
+    assert [f["variant"] for f in figures] == ["fused", "unfused", *baseline]
     for f in figures:
         assert f["floor"] < f["value"], "faster than HBM"
         assert f["ratio"] == pytest.approx(f["value"] / f["floor"], rel=0.01)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megagen.cli import report
 from megagen.cli.explain import computed, nominal
@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from megagen.ir.plan import Plan
     from megagen.runtime.session import Session
     from megagen.runtime.step import Step
+    from megagen.weights.random import LayerWeights
 
 WARMUP = 5  # rounds that do not count
 CONTEXT = 4096  # tokens in the caches, of layers that have some: more than a window
 WHOLE = 62  # layers of a step, where the graph does not say
+BASELINES = ("torch",)
 
 
 def require(gpus: int = 1) -> None:
@@ -101,18 +103,20 @@ def bench(
     bounded: bool = True,
     step: Step | None = None,
     guessed: float = 0.5,
+    baselines: Sequence[str] = (),
 ) -> Sheet:
     """Time the variants in turns: CUDA graphs over the same ``layers`` layers, routing drawn anew each replay.
 
     Each layer works on what the one before made. ``experts``: distinct ones of a launch, by default the plan's nominal
     number; a graph may have none. ``step``: of all the plan's tokens, for layers with caches. ``guessed``: the share of
     the experts that a plan guesses which are used again.
+    ``baselines``: which of :data:`BASELINES` are timed beside them.
     """
     from megagen.bench import measure
     from megagen.bench.inputs import Inputs
     from megagen.bench.timing import Variant, interleave
     from megagen.runtime.session import Session
-    from megagen.runtime.stack import Stack
+    from megagen.runtime.stack import Stack, handed_on
 
     some = next(iter(built.values()))
     graph, plan = some.graph, some.plan
@@ -120,6 +124,7 @@ def bench(
     routed = nominal(plan, experts)
     drawn = draws((b.plan for b in built.values()), experts, guessed)
     target = measurements(plan.name) if record else None
+    cuts: dict[str, Mapping[str, str]] = {}  # of each baseline's kernels
     with ExitStack() as stack:
         sessions = {
             name: stack.enter_context(
@@ -129,8 +134,15 @@ def bench(
         }
         device = next(iter(sessions.values())).device
         inputs = Inputs.random(graph, 1, graph.tokens, 0, device, step)
-        packed = random_weights(some, layers, device, progress)
-        stacks = []  # which the graphs launch
+        prepared: list[Any] = []  # the same weights, as a baseline has them
+
+        def prepare(made: LayerWeights) -> None:
+            from megagen.bench.baseline.prepare import prepare
+
+            prepared.append(prepare(made))
+
+        packed = random_weights(some, layers, device, progress, prepare if baselines else None)
+        stacks: list[Any] = []  # which the graphs launch
 
         def variant(name: str, session: Session) -> Variant:
             stacks.append(Stack(session, packed, inputs.ranks))
@@ -138,7 +150,17 @@ def bench(
             replay = stacks[-1].capture(restore=False)
             return Variant(name, replay.replay, layers, lambda sample: reroute(session, drawn, sample))
 
-        timings = interleave([variant(*s) for s in sessions.items()], rounds=rounds, warmup=WARMUP, progress=progress)
+        def op_by_op(name: str) -> Variant:
+            from megagen.bench.baseline.layer import OpByOp
+
+            assert drawn is not None, "a graph that a baseline can compute has routing"
+            ops = OpByOp(graph, prepared, inputs.ranks[0], inputs.step, handed_on(plan), table=drawn[0])
+            stacks.append(ops)
+            cuts[name] = ops.described()
+            return Variant(name, ops.capture().replay, layers, lambda sample: ops.reroute(drawn[sample]))
+
+        variants = [*(variant(*s) for s in sessions.items()), *map(op_by_op, baselines)]
+        timings = interleave(variants, rounds=rounds, warmup=WARMUP, progress=progress)
         for session in sessions.values():
             session.synchronize()  # a launch that gave up is quick: it must not pass for a time
 
@@ -149,7 +171,12 @@ def bench(
             experts=experts or None,
             what=f"{graph.attributes['figure']}.{timing.name}",
             command=command,
-            notes=notes(some, experts, layers, timing.samples, bounded=bounded, step=step, guessed=guessed),
+            notes="; ".join(
+                (
+                    notes(some, experts, layers, timing.samples, bounded=bounded, step=step, guessed=guessed),
+                    *(f"{op}: {cut}" for op, cut in cuts.get(timing.name, {}).items()),
+                )
+            ),
         )
 
     figures = {name: figure(timing) for name, timing in timings.items()}
@@ -169,8 +196,13 @@ def bench(
             Column("ratio", lambda r: f"{r['ratio']:.2f}", right=True),
         ),
         [{"variant": n, "hbm_bytes": nbytes, **f.model_dump(mode="json")} for n, f in figures.items()],
-        note="Stand-ins take the place of the other ranks: the time of their links is not in these figures."
-        + (f"\nAppended to {target}." if target else ""),
+        note="\n".join(
+            (
+                "Stand-ins take the place of the other ranks: the time of their links is not in these figures.",
+                *(f"{name}, {op}: {cut}" for name, found in cuts.items() for op, cut in found.items()),
+                *([f"Appended to {target}."] if target else []),
+            )
+        ),
     )
 
 
@@ -255,14 +287,21 @@ def bench_step(
 
 
 def random_weights(
-    built: Built, layers: int, device: torch.device, progress: Callable[[], None]
+    built: Built,
+    layers: int,
+    device: torch.device,
+    progress: Callable[[], None],
+    also: Callable[[LayerWeights], None] | None = None,
 ) -> list[dict[str, torch.Tensor]]:
-    """Random weights of so many layers."""
+    """Random weights of so many layers. ``also`` is given each before it is packed."""
     from megagen.weights.random import random_layer
 
     found = []
     for seed in range(layers):
-        found.append(random_layer(built.graph, seed, device).packed())
+        made = random_layer(built.graph, seed, device)
+        if also is not None:
+            also(made)
+        found.append(made.packed())
         progress()
     return found
 

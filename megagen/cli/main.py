@@ -37,6 +37,11 @@ class Only(StrEnum):
     unfused = "unfused"
 
 
+class Baseline(StrEnum):
+    torch = "torch"
+    all = "all"
+
+
 class Size(StrEnum):
     tiny = "tiny"
     full = "full"
@@ -312,6 +317,9 @@ def bench(
         list[str] | None,
         typer.Option("--only", metavar="NAME", help="Time only fused or unfused; with --ablate, a choice; repeats."),
     ] = None,
+    baseline: Annotated[
+        Baseline | None, typer.Option("--baseline", help="Time the same ops in kernels of torch and Triton as well.")
+    ] = None,
     experts: Annotated[
         int | None, typer.Option("--experts", min=1, help="Distinct experts of a launch.  [default: the plan's]")
     ] = None,
@@ -348,6 +356,9 @@ def bench(
     chosen = [] if ablate else _kernels(only)
     if modes and Only.unfused in chosen:
         raise typer.BadParameter(f"{modes[0]} times the fused kernel: leave out --only unfused")
+    if baseline is not None and modes:
+        raise typer.BadParameter(f"{modes[0]} times the fused kernel: leave out --baseline")
+    baselines = () if baseline is None else device.BASELINES if baseline is Baseline.all else (baseline.value,)
     request = _request(schedule, machine, tp, tokens, choose, False, option)
     more: dict[str, Any] = {
         "experts": experts, "layers": layers, "rounds": rounds, "context": context, "tree": tree,
@@ -363,15 +374,19 @@ def bench(
     _refuse_stamps(one, record)
     step = pipeline.step(one, one.graph.tokens, context, tree=tree, usual=device.CONTEXT)
     device.require()
+    if baselines:
+        from megagen.bench.baseline import refuse_unfit
+
+        refuse_unfit(one.graph)
     built = {n: _built(c, [c.plan.machine.arch], bounded=not unbounded) for n, c in found.items()}
     command = _command()
     some = next(iter(built.values()))
-    with _working(f"timing {' and '.join(built)}", device.steps(layers, rounds, 1 + whole)) as progress:
+    with _working(f"timing {' and '.join((*built, *baselines))}", device.steps(layers, rounds, 1 + whole)) as progress:
         how: dict[str, Any] = {"bounded": not unbounded, "step": step, "guessed": guessed}
         if whole:
             sheet = device.bench_step(some, experts, layers, rounds, command, record, progress, **how)
         else:
-            sheet = device.bench(built, experts, layers, rounds, command, record, progress, **how)
+            sheet = device.bench(built, experts, layers, rounds, command, record, progress, **how, baselines=baselines)
     return _timed(some, [sheet], as_json)
 
 

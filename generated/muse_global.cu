@@ -48,80 +48,83 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 169888, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 186272, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 169920, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 186304, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 169952, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 186336, kSlots = 4, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 169968, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 186368, kSlots = 4, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 169984, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 186400, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPostAttention {
-  static constexpr u32 kOffset = 169992, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 186408, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 170000, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 186416, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 170008, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 186424, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 170016, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 186432, kSlots = 1, kCount = 8, kIndex = 8;
+};
+struct BeginCombine {
+  static constexpr u32 kOffset = 186440, kSlots = 1, kCount = 8, kIndex = 9;
 };
 }  // namespace barrier
 
 namespace channel {
-struct AttentionPartials {  // lamport, _layer.py:95
+struct AttentionPartials {  // lamport, _layer.py:97
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 4456448, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1024, kIndex = 9;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1024, kIndex = 10;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Attended {  // lamport, _layer.py:96
+struct Attended {  // lamport, _layer.py:98
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4558848, kBytes = 32768, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 0, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 10;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Projected {  // lamport, _layer.py:102
+struct Projected {  // lamport, _layer.py:104
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4624384, kBytes = 2097152, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 131072, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 11;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 12;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Middle {  // lamport, _layer.py:103
+struct Middle {  // lamport, _layer.py:105
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 10915840, kBytes = 524288, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 12;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Normed {  // lamport, _layer.py:104
+struct Normed {  // lamport, _layer.py:106
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11440128, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, _layer.py:105
+struct Logits {  // lamport, _layer.py:107
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 11964416, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 14;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -129,87 +132,87 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 12488704, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, _layer.py:94
+struct PooledPartials {  // lamport, _layer.py:96
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 12490752, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 17;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, _layer.py:106
+struct Pooled {  // lamport, _layer.py:108
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 12752896, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 18;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, _layer.py:107
+struct ExpertIn {  // lamport, _layer.py:109
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 13146112, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, _layer.py:108
+struct ExpertMid {  // lamport, _layer.py:110
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 13408256, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, _layer.py:109
+struct ExpertOut {  // lamport, _layer.py:111
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 16553984, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Combined {  // lamport, _layer.py:110
+struct Combined {  // lamport, _layer.py:112
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 19699712, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, _layer.py:94
+struct UnpooledPartials {  // lamport, _layer.py:96
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 19961856, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 23;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, _layer.py:111
+struct Unpooled {  // lamport, _layer.py:113
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 20224000, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 24;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextNormed {  // lamport, _layer.py:127
+struct NextNormed {  // lamport, _layer.py:131
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 21010432, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextPartials {  // lamport, _layer.py:128
+struct NextPartials {  // lamport, _layer.py:132
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 21534720, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 26;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 27;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -271,12 +274,12 @@ struct RingPolicy {
 struct AccumPolicy {
   using Full = barrier::AccumFull;
   using Empty = barrier::AccumEmpty;
-  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 147456;
+  static constexpr u32 kSlots = 4, kSlotBytes = 8192, kOffset = 147456;
 };
 
 struct TablePolicy {
   using Ready = barrier::TableReady;
-  static constexpr u32 kOffset = 163840;
+  static constexpr u32 kOffset = 180224;
 };
 
 struct KernelPolicy {
@@ -286,7 +289,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
-  static constexpr u32 kNotes = 167952;
+  static constexpr u32 kNotes = 184336;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -306,6 +309,7 @@ struct KernelPolicy {
     Barrier<barrier::GroupPreExpertNorm>::init(ctx);
     Barrier<barrier::GroupCombine>::init(ctx);
     Barrier<barrier::GroupResidual>::init(ctx);
+    Barrier<barrier::BeginCombine>::init(ctx);
   }
 };
 
@@ -335,7 +339,7 @@ struct OProj {  // _layer.py:47
   static constexpr u32 kUnitK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 168160;
+  static constexpr u32 kOutbox = 184544;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
 struct PostAttention {  // _layer.py:51
@@ -347,7 +351,7 @@ struct PostAttention {  // _layer.py:51
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 8;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 168672;
+  static constexpr u32 kScratch = 185056;
   using Group = barrier::GroupPostAttention;
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.attention_gate; }
   static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.pre_ffn_gain; }
@@ -392,7 +396,7 @@ struct PreExpertNorm {  // _layer.py:51
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 168736;
+  static constexpr u32 kScratch = 185120;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -410,7 +414,7 @@ struct GateUp {  // _layer.py:47
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 168800;
+  static constexpr u32 kOutbox = 185184;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -428,7 +432,7 @@ struct Down {  // _layer.py:47
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 169056;
+  static constexpr u32 kOutbox = 185440;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
@@ -441,7 +445,7 @@ struct Combine {  // _layer.py:51
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 169312;
+  static constexpr u32 kScratch = 185696;
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
@@ -465,7 +469,7 @@ struct Residual {  // _layer.py:51
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 169824;
+  static constexpr u32 kScratch = 186208;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
@@ -481,7 +485,7 @@ struct NextQkvg {  // _layer.py:47
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.next_qkvg_weight; }
 };
-struct NextHeads {  // _layer.py:122
+struct NextHeads {  // _layer.py:124
   using Rotary = Input<tensor::Rotary>;
   using Q = Output<tensor::NextQ>;
   using Gate = Output<tensor::NextGate>;
@@ -509,7 +513,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       ctx.step = 0;
       ctx.attach();
       ctx.step = 1;
-      ops::GlobalAttention<policy::Attention>::load<0, 1024, 2>(ctx);  // _layer.py:63
+      ops::GlobalAttention<policy::Attention>::load<0, 1024, 2>(ctx);  // _layer.py:65
       ctx.step = 2;
       ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 3;
@@ -523,13 +527,13 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       ctx.step = 7;
       ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
       ctx.step = 8;
-      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 2>(ctx);  // _layer.py:47
       ctx.step = 9;
       ctx.drain();
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.step = 10;
-      ctx.warm_code<16>();  // _layer.py:79
+      ctx.warm_code<16>();  // _layer.py:81
       ctx.step = 11;
       ctx.attach();
       ctx.step = 12;
@@ -537,6 +541,10 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       ctx.step = 13;
       ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:52
       ctx.step = 14;
+      Event<barrier::BeginCombine>::wait(ctx);  // _layer.py:130
+      ctx.step = 15;
+      ops::QkvHeads<policy::NextHeads>::prefetch_l2<0, 1024>(ctx);  // _layer.py:130
+      ctx.step = 16;
       Channel<channel::Attended>::reset(ctx);  // _layer.py:53
       Channel<channel::Projected>::reset(ctx);  // _layer.py:53
       Channel<channel::Normed>::reset(ctx);  // _layer.py:53
@@ -551,67 +559,69 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       Channel<channel::NextNormed>::reset(ctx);  // _layer.py:53
     }
     else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 15;
-      ctx.attach();
-      ctx.step = 16;
-      ops::DenseGemm<policy::OProj>::reduce(ctx);  // _layer.py:47
       ctx.step = 17;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // _layer.py:47
+      ctx.attach();
       ctx.step = 18;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::OProj>::reduce(ctx);  // _layer.py:47
       ctx.step = 19;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Router>::reduce(ctx);  // _layer.py:47
       ctx.step = 20;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // _layer.py:47
       ctx.step = 21;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // _layer.py:47
+      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // _layer.py:47
       ctx.step = 22;
+      ops::ExpertGemm<policy::Down>::reduce(ctx);  // _layer.py:47
+      ctx.step = 23;
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // _layer.py:47
+      ctx.step = 24;
       ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _layer.py:47
     }
     else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 23;
-      ctx.attach();
-      ctx.step = 24;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:49
       ctx.step = 25;
+      ctx.attach();
+      ctx.step = 26;
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:49
+      ctx.step = 27;
       ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:49
     }
   }
   else {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 26;
-      ctx.attach();
-      ctx.step = 27;
-      ops::GlobalAttention<policy::Attention>::attend<4>(ctx);  // _layer.py:50
       ctx.step = 28;
-      ops::GlobalAttention<policy::Attention>::merge<4>(ctx);  // _layer.py:50
+      ctx.attach();
       ctx.step = 29;
-      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:47
+      ops::GlobalAttention<policy::Attention>::attend<4>(ctx);  // _layer.py:50
       ctx.step = 30;
-      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:51
+      ops::GlobalAttention<policy::Attention>::merge<4>(ctx);  // _layer.py:50
       ctx.step = 31;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:47
       ctx.step = 32;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:47
+      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 33;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:51
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:47
       ctx.step = 34;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:47
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:47
       ctx.step = 35;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:47
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 36;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:51
+      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:47
       ctx.step = 37;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:47
+      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:47
       ctx.step = 38;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:51
+      Event<barrier::BeginCombine>::arrive(ctx);  // _layer.py:130
       ctx.step = 39;
-      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:47
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:51
       ctx.step = 40;
-      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:122
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:47
       ctx.step = 41;
-      ctx.trigger();  // _layer.py:137
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:51
+      ctx.step = 42;
+      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:47
+      ctx.step = 43;
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:124
+      ctx.step = 44;
+      ctx.trigger();  // _layer.py:141
     }
   }
   ctx.end(true);

@@ -58,6 +58,8 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     if cap != "none":
         s.in_flight(int(cap) * KiB)
 
+    s.accumulators(s.choice("accumulators", 4, 2))
+
     if "load" in g.attention.roles:
         # Keys and values come through the ring, and the math warps have nothing else to wait for.
         s.assign(g.attention, load=producer)
@@ -120,8 +122,10 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
             above, below = map(int, share.split("/"))
             s.prefetch(g.next_qkvg.weight, into=ring | L2, share=above / below, by=finisher, before=point)
         s.assign(g.next_heads, write=math)
+        if s.choice("next_in_flight", "72", "36") == "72":
+            s.in_flight(72 * KiB, during=g.next_qkvg)
         # What the next layer's window holds, 1 MB a rank at TP8, has left L2 since the last step.
-        keys = s.choice("next_keys", "off", "combine", "residual")
+        keys = s.choice("next_keys", "combine", "residual", "off")
         if keys != "off" and g.op("next_heads").held:
             s.prefetch(g.next_heads, into=L2, by=tables, before=points[keys])
         s.sync(g.residual >> g.next_qkvg, local)

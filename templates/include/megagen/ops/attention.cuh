@@ -123,6 +123,7 @@ struct Attention : AttentionTile {
     // A warp has a token of a head: lane i the statistics of slots i and i + 32, then of every second slot four dims.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void merge(Ctx& ctx) {
+        static_assert(Op::kChunks <= 64, "a bit a slot, and two a lane");
         constexpr u32 kStats = (Op::kChunks + 31) / 32, kSums = (Op::kChunks + 1) / 2;
         constexpr u32 kBatches = (kSums + 8) / 9, kBatch = (kSums + kBatches - 1) / kBatches; // rolled: less code
         constexpr u64 kSlotStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow;
@@ -147,6 +148,7 @@ struct Attention : AttentionTile {
             if (!Op::Partials::read_where(ctx, most, has, stat)) return;
             Op::Partials::template release_where<kStats>(ctx, has, stat);
             const float scale = weigh(has, Op::kScale, most, weight);
+            const float below = weight[0], above = weight[kStats - 1]; // of slots up to 31, and from 32
 #pragma unroll 1
             for (u32 b = 0; b < ctx.rounds(kBatches); ++b) {
                 uint4 v[kBatch];
@@ -160,10 +162,7 @@ struct Attention : AttentionTile {
 #pragma unroll
                 for (u32 j = 0; j < kBatch; ++j) {
                     const u32 even = 2 * (begin + j);
-                    float w = weight[0];
-#pragma unroll
-                    for (u32 k = 1; k < kStats; ++k) w = even / 32 == k ? weight[k] : w;
-                    w = __shfl_sync(kFullMask, w, (even + half) % 32);
+                    const float w = __shfl_sync(kFullMask, even < 32 ? below : above, (even + half) % 32);
                     float o[4];
                     unpack<4>(v[j], o);
 #pragma unroll

@@ -27,7 +27,7 @@ struct Combine {
     using Slice = RowSlice<Op::kWidth, 8>;
     static constexpr u32 kN = Slice::kVectors;
     static constexpr u32 kTopK = Op::kTopK;
-    static constexpr u32 kBatch = Op::kParts == 1 ? 4 : 1; // slots on their way at once, as registers allow
+    static constexpr u32 kBatch = Op::kParts == 1 ? kTopK : 1; // slots on their way at once, as registers allow
 
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {

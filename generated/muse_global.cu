@@ -48,34 +48,34 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 186272, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 169888, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 186304, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 169920, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 186336, kSlots = 4, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 169952, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 186368, kSlots = 4, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 169968, kSlots = 2, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 186400, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 169984, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPostAttention {
-  static constexpr u32 kOffset = 186408, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 169992, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 186416, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 170000, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 186424, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 170008, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 186432, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 170016, kSlots = 1, kCount = 8, kIndex = 8;
 };
 struct BeginCombine {
-  static constexpr u32 kOffset = 186440, kSlots = 1, kCount = 8, kIndex = 9;
+  static constexpr u32 kOffset = 170024, kSlots = 1, kCount = 8, kIndex = 9;
 };
 }  // namespace barrier
 
@@ -274,12 +274,12 @@ struct RingPolicy {
 struct AccumPolicy {
   using Full = barrier::AccumFull;
   using Empty = barrier::AccumEmpty;
-  static constexpr u32 kSlots = 4, kSlotBytes = 8192, kOffset = 147456;
+  static constexpr u32 kSlots = 2, kSlotBytes = 8192, kOffset = 147456;
 };
 
 struct TablePolicy {
   using Ready = barrier::TableReady;
-  static constexpr u32 kOffset = 180224;
+  static constexpr u32 kOffset = 163840;
 };
 
 struct KernelPolicy {
@@ -289,7 +289,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
-  static constexpr u32 kNotes = 184336;
+  static constexpr u32 kNotes = 167952;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -339,7 +339,7 @@ struct OProj {  // _layer.py:47
   static constexpr u32 kUnitK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 184544;
+  static constexpr u32 kOutbox = 168160;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
 struct PostAttention {  // _layer.py:51
@@ -351,7 +351,7 @@ struct PostAttention {  // _layer.py:51
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 8;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 185056;
+  static constexpr u32 kScratch = 168672;
   using Group = barrier::GroupPostAttention;
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.attention_gate; }
   static __device__ __forceinline__ const u8* next_gain(const Params& p) { return p.pre_ffn_gain; }
@@ -396,7 +396,7 @@ struct PreExpertNorm {  // _layer.py:51
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 185120;
+  static constexpr u32 kScratch = 168736;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -414,7 +414,7 @@ struct GateUp {  // _layer.py:47
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 185184;
+  static constexpr u32 kOutbox = 168800;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -432,7 +432,7 @@ struct Down {  // _layer.py:47
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 185440;
+  static constexpr u32 kOutbox = 169056;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
@@ -445,7 +445,7 @@ struct Combine {  // _layer.py:51
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 185696;
+  static constexpr u32 kScratch = 169312;
   using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
@@ -469,7 +469,7 @@ struct Residual {  // _layer.py:51
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
   static constexpr float kNextEps = 1e-05f;
-  static constexpr u32 kScratch = 186208;
+  static constexpr u32 kScratch = 169824;
   using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
@@ -508,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
   Ctx ctx(p);
   ctx.begin();
   if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
+    ptx::setmaxnreg_dec<128>();
     if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
       ctx.attach();
@@ -586,7 +586,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
     }
   }
   else {
-    ptx::setmaxnreg_inc<192>();
+    ptx::setmaxnreg_inc<184>();
     if (ctx.warp <= 11) {  // warps 4 to 11
       ctx.step = 28;
       ctx.attach();

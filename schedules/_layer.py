@@ -58,7 +58,7 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     if cap != "none":
         s.in_flight(int(cap) * KiB)
 
-    s.accumulators(s.choice("accumulators", 4, 2))
+    s.accumulators(s.choice("accumulators", 2, 4))
 
     if "load" in g.attention.roles:
         # Keys and values come through the ring, and the math warps have nothing else to wait for.
@@ -142,6 +142,6 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
         cluster=s.choice("cluster", 1, 2),
         pdl=True,
         early_trigger=s.choice("early_trigger", False, True),
-        registers=(120, 192),
+        registers=(128, 184),
     )
     return s

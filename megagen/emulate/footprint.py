@@ -24,6 +24,7 @@ VERBS: Mapping[What, Mapping[str, Verb]] = {
     "barrier": {"wait": "wait"},
     "tensor": {"read": "read", "bulk_read": "read", **dict.fromkeys(WRITES, "write")},
 }
+NOTES = "notes"  # of waits that expire, cleared before any step and polled in all: the kernel's own, like hang records
 EMPTY = {0: "zeros", 0xFFFFFFFF: "ones"}  # an empty word -> the verb of a store of it
 
 
@@ -151,7 +152,7 @@ class _Places:
                     places.append(_Place(first, first + WORD, "counter", c.name, i))
         self.heap = _Memory(places)
         self.shared = _Memory(
-            [_Place(r.offset, r.offset + r.bytes, "region", r.name) for r in plan.regions]
+            [_Place(r.offset, r.offset + r.bytes, None if r.name == NOTES else "region", r.name) for r in plan.regions]
             + [_Place(b.offset, b.offset + MBARRIER_BYTES * b.slots, "barrier", b.name) for b in plan.barriers]
         )
         tensors = {p.name for p in plan.params if p.what in ("input", "output", "state")}

@@ -215,7 +215,9 @@ LEGAL: dict[str, str] = {
         "points of the program pace the ring and L2 prefetches: no data depends on them"
     ),
     r"left out: .*prefetch_l2|exchanged: .*prefetch_l2"
-    r"|prefetch_l2 [\d to]+: (on|of|twice|a hole|an overlap|cut|before)": (
+    r"|prefetch_l2 [\d to]+: (on|of|twice|a hole|an overlap|cut|before)"
+    r"|next_heads\.prefetch_l2: (on|of|twice|a hole|an overlap|cut)"
+    r"|left out: warm_code|warm_code of warp \d(: (on|twice)| /)": (
         "L2 is asked for less, for something else or at another time: a matter of speed"
     ),
     r"(drain|trigger|wait_point \w+) of warp \d: twice": "what has come is waited for again, or told again",

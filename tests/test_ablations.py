@@ -221,9 +221,18 @@ def test_a_variant_that_the_checker_refuses_is_told(layer: Any) -> None:
 def test_a_choice_that_does_nothing_is_the_same_code(layer: Any) -> None:
     same = ablate.same_code({name: b.plan for name, b in layer.builds.items()})
     assert same["default with next_qkvg_before=combine"] == "default"  # nothing is asked of L2
-    assert same["off with in_flight=36"] == "default"
     for name in ("default with cluster=2", "default with early_trigger=True", "default with summed=0"):
         assert same[name] == name
+
+
+def test_variants_of_two_bases_are_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "build", not_compiled)
+    request = replace(REQUEST, choices={"warm_code": "off", "next_keys": "off"})
+    wanted = ablating.variants(request, pipeline.check(request), ["in_flight"], from_off=True)
+    builds, _ = ablating.build(request, wanted, Settings())
+    same = ablate.same_code({name: b.plan for name, b in builds.items()})
+    assert same["off"] == "default with in_flight=none"
+    assert same["off with in_flight=36"] == "default"
 
 
 def test_a_base_that_is_refused_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

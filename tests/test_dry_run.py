@@ -133,7 +133,9 @@ def test_it_costs_nothing_where_nothing_is_rehearsed_and_little_where_it_is(ever
 def test_a_layers_bits_are_the_same(emulate: Any) -> None:
     made = []
     for dry in ("off", "on"):
-        kernel = emulate("muse_swa.py", ranks=1, seed=3, race=True, options=small(1), choices={"dry_run": dry})
+        kernel = emulate(
+            "muse_swa.py", tp=4, seed=3, race=True, options=small(4), choices={"dry_run": dry, "warm_code": "off"}
+        )
         inputs = kernel.verifier.inputs(3, 0, Step.chain(3, 300))
         made.append(kernel.verifier.launch(inputs, few(3)))
     assert not differing(*made)
@@ -168,15 +170,15 @@ MUTANTS = {
     "publish: a flag": without(CHANNEL, f"{ONE_LANE} {{\n", f"{UNGUARDED} {{\n", kinds="race", on=Variant(FLAG)),
     "read: plain loads": without(
         CHANNEL,
-        "wanted(i) && !ctx.dry ? load(",
-        "wanted(i) ? load(",
+        "skipped(i) ? kNothing : load(",
+        "!wanted(i) || (!kLamport && ctx.dead) ? kNothing : load(",
         kinds="race",
         on=Variant(COUNTER),
     ),
     "read: of the cluster": without(
         CHANNEL,
-        "wanted(i) && !ctx.dry ? ptx::",
-        "wanted(i) ? ptx::",
+        "skipped(i) ? kNothing : ptx::",
+        "!wanted(i) || ctx.dead ? kNothing : ptx::",
         kinds="unwritten race",
         on=Variant(CLUSTER),
     ),

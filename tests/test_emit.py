@@ -27,7 +27,7 @@ from megagen.compile import Artifact, compile_source
 from megagen.dsl import load
 from megagen.emit import camel, emit
 from megagen.errors import CompileError
-from megagen.ir.plan import Plan
+from megagen.ir.plan import Plan, Source
 from megagen.lower import lower
 from megagen.settings import Settings
 
@@ -88,6 +88,10 @@ def programs(text: str) -> list[list[str]]:
     return found
 
 
+def at(source: Source) -> str:
+    return f"{Path(source.file).name}:{source.line}"
+
+
 def test_every_step_ends_in_its_line_of_the_schedule(each: tuple[str, Plan, str]) -> None:
     _, p, text = each
     bare = Counter[str]()
@@ -97,7 +101,11 @@ def test_every_step_ends_in_its_line_of_the_schedule(each: tuple[str, Plan, str]
             for _ in step.writes if step.call == "reset" else (step,):
                 line = steps.pop(0)
                 if step.source.line:
-                    assert line.endswith(f");  // {Path(step.source.file).name}:{step.source.line}"), line
+                    end = f");  // {at(step.source)}"
+                    if step.rehearsal is not None:
+                        assert line.startswith("ctx.dry_run([&] { "), line
+                        end = f"); }}{end}, dry run {at(step.rehearsal)}"
+                    assert line.endswith(end), line
                 else:
                     bare[line] += 1
         assert not steps
@@ -109,7 +117,7 @@ def test_hang_records_number_the_steps(each: tuple[str, Plan, str]) -> None:
     _, p, text = each
     waits = {"signal_point", "wait_point"}
     want = [s.index for k in p.kernels for x in k.programs for s in x.steps if s.op is not None or s.call in waits]
-    assert [int(n) for n in re.findall(rf"{NUMBERED}\n +(?:ops|Event)", text)] == want
+    assert [int(n) for n in re.findall(rf"{NUMBERED}\n +(?:ctx\.dry_run\(\[&\] {{ )?(?:ops|Event)", text)] == want
     assert bool(p.stamps) == ("ctx.enter(" in text) != ("ctx.step = " in text)
 
 

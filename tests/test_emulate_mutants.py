@@ -219,7 +219,7 @@ MUTANTS = (
         one(RING, "const u32 n = ctx.ring_loads < R::kStages ? ctx.ring_loads : R::kStages;", "const u32 n = 0;"),
         "left",
         (COPY,),
-        on=Variant(expire=Expire.ANY),
+        on=Variant({"ring_stages": "5"}, expire=Expire.ANY),  # more than are waited for ahead of their use
         seeds=(0, 1, 2),  # given up while copies are under way
     ),
     # -- mbarriers
@@ -622,8 +622,8 @@ MUTANTS = (
         "cluster: not waited for",
         one(
             CHANNEL,
-            "return wait_until(ctx, D::kIndex, 0, mine,",
-            "return true;\n        return wait_until(ctx, D::kIndex, 0, mine,",
+            "return wait_until<true>(ctx, D::kIndex, 0, mine,",
+            "return true;\n        return wait_until<true>(ctx, D::kIndex, 0, mine,",
         ),
         "unwritten",
         ((CHANNEL, "ptx::ld_shared_v4(ClusterMap"),),

@@ -53,7 +53,9 @@ CASES = {
     "layer": Case("muse_swa.py", layer(), launches=3),
     "layer-counter": Case("muse_swa.py", layer(choices={"sync": "counter", "early_trigger": "True"}), launches=3),
     "layer-flag": Case("muse_swa.py", layer(choices={"sync": "flag", "o_proj": "quarter"}), launches=3),
-    "layer-cluster": Case("muse_swa.py", layer(choices={"sync": "cluster", "cluster": "2", "next_qkvg": "3/8"})),
+    "layer-cluster": Case(
+        "muse_swa.py", layer(choices={"sync": "cluster", "cluster": "2", "next_qkvg": "3/8", "ring_stages": "3"})
+    ),
     "layer-unfused": Case("muse_swa.py", layer(fused=False), launches=3),
     "layer-moved": Case(
         "muse_swa.py", layer(choices={"roles": "moved", "ring_stages": "5", "summed": "0", "in_flight": "none"})

@@ -39,7 +39,9 @@ def request(schedule: str, **more: Any) -> pipeline.Request:
 CASES = {
     "block": request("muse_moe.py"),
     "block-unfused": request("muse_moe.py", fused=False),
-    "layer-cluster": request("muse_swa.py", choices={"sync": "cluster", "cluster": "2", "next_qkvg": "3/8"}),
+    "layer-cluster": request(
+        "muse_swa.py", choices={"sync": "cluster", "cluster": "2", "next_qkvg": "3/8", "ring_stages": "3"}
+    ),
 }
 
 
@@ -249,7 +251,10 @@ def test_an_l2_prefetch_says_how_much(traced: tuple[str, Any, Trace]) -> None:
     if case != "layer-cluster":
         assert not (trace.spans["kind"] == Span.PREFETCH).any()
         return
+    steps = (s for k in trace.plan.kernels for p in k.programs for s in p.steps)
+    (step,) = (s.index for s in steps if (s.op, s.call) == ("next_qkvg", "prefetch_l2"))
     asked = trace.spans[(trace.spans["kind"] == Span.PREFETCH) & (trace.spans["launch"] == 1)]
+    asked = asked[asked["step"] == step]  # not machine code, nor caches
     (weight,) = (w for w in trace.plan.weights if w.name == trace.plan.op("next_qkvg").weights["weight"])
     stream = trace.plan.op("next_qkvg").stream
     assert stream is not None and len(asked) == 2 * trace.plan.launch.blocks

@@ -46,7 +46,8 @@ TWO_SHOT = On(options={"all_reduce": "two_shot"}, ranks=2, tp=2)
 OLDEST = "position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0;"
 OWN = "(own < 32 ? ancestors >> own : ahead < 16 ? ancestors << ahead : 0);"
 READ = "if (!Op::Partials::read_where(ctx, v, wanted, index)) return;"
-RELEASE = "Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);"
+RELEASE_STATS = "Op::Partials::template release_where<kStats>(ctx, has, stat);"
+RELEASE = "Op::Partials::template release_where<kBatch>(ctx, wanted, index);"
 PUBLISH = "if (live.has(slot) && !attend(ctx, live, rows, slot, head)) return;\n            Op::Partials::publish(ctx);"
 HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
 OUTBOX = "        __syncwarp();\n        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;\n        if (token"
@@ -124,7 +125,7 @@ MUTANTS = (
         "deadlock race",
         says="attention.merge",
     ),
-    Mutant("merge: never releases", one(ATTENTION, RELEASE, ""), wrong="empty slots"),
+    Mutant("merge: never releases", [(ATTENTION, RELEASE_STATS, ""), (ATTENTION, RELEASE, "")], wrong="empty slots"),
     Mutant(
         "attend: says nothing of what it need not do",
         one(ATTENTION, PUBLISH, PUBLISH.replace("Op::Partials", "if (live.has(slot)) Op::Partials")),

@@ -525,10 +525,10 @@ def test_a_layer_of_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_a_view_of_forty_launches_takes_seconds() -> None:
-    trace = layer(lower(load(ROOT / "schedules/muse_swa.py")), launches=20, ranks=2)
+    trace = layer(lower(load(ROOT / "schedules/muse_swa.py")), launches=20, ranks=3)
     spans = np.tile(trace.spans, 2)
     spans["launch"][len(trace.spans) :] += 20
-    twice = made(trace.plan, spans, 2)
+    twice = made(trace.plan, spans, 3)
     assert len(spans) > 5_000_000
     began = time.process_time()
     assert view.run(twice).launches == 40

@@ -18,7 +18,8 @@ from megagen.ir.plan import Plan, StepPlan
 from megagen.runtime.decoder import Decoder
 
 WARMED = {"warm_code": "4", "warm_next": "combine"}
-LINE = 128
+COLD = {"warm_code": "off"}
+LINE, TP = 128, 4
 
 
 def plan(**choices: str) -> Plan:
@@ -43,7 +44,7 @@ def test_own_code_comes_first_and_the_next_ones_late() -> None:
 
 
 def test_without_the_choices_nothing_is_there() -> None:
-    made = plan()
+    made = plan(**COLD)
     assert not made.tells_code and not steps(made, "warm_code") and not steps(made, "warm_next")
 
 
@@ -63,11 +64,11 @@ def test_a_plan_that_asks_in_other_blocks_is_refused(args: tuple[int, ...]) -> N
 
 def test_every_line_is_asked_for_and_no_bit_changes(emulate: Any) -> None:
     """A tensor plays the code: the emulator has none."""
-    usual = emulate("muse_swa.py", ranks=1, seed=1, race=True, options=small(1))
+    usual = emulate("muse_swa.py", tp=TP, seed=1, options=small(TP), choices=COLD)
     inputs = usual.verifier.inputs(3, 5)
-    wanted = usual.verifier.launch(inputs, few(3), launches=2)
+    wanted = usual.verifier.launch(inputs, few(3))
 
-    kernel = emulate("muse_swa.py", ranks=1, seed=2, race=True, footprints=True, options=small(1), choices=WARMED)
+    kernel = emulate("muse_swa.py", tp=TP, seed=2, race=True, footprints=True, options=small(TP), choices=WARMED)
     (rank,) = kernel.world.ranks
     lines = 38
     tensors = {name: rank._empty(name, "input", "uint8", (lines * LINE + 16,)) for name in ("mine", "others")}
@@ -76,7 +77,7 @@ def test_every_line_is_asked_for_and_no_bit_changes(emulate: Any) -> None:
 
     follower: Any = SimpleNamespace(code=codes[1])
     kernel.verifier.layers[0] = rank.bind(kernel.verifier.layers[0].tensors, then=follower)
-    found = kernel.verifier.launch(inputs, few(3), launches=2)
+    found = kernel.verifier.launch(inputs, few(3))
     assert found.keys() == wanted.keys()
     for name, x in found.items():
         assert words({name: x})[name].equal(words(wanted)[name]), name

@@ -38,7 +38,7 @@ def touches(plan: Plan, step: StepPlan) -> frozenset[Touch]:
     """Exchange memory, shared memory, barriers and tensors.
 
     Not what cannot change while a kernel runs (weights, control words), nor the kernel's own words (epoch, abort,
-    hang records).
+    hang records, notes of waits that expire).
     """
     return frozenset(_touches(plan, step))
 

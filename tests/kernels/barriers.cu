@@ -50,7 +50,7 @@ struct RingPolicy {
 };
 
 struct KernelPolicy {
-    static constexpr u32 kWarps = 5, kRecordOffset = 128;
+    static constexpr u32 kWarps = 5, kNotes = 128 + 3 * 512; // after the stages
     static constexpr bool kBoundedWaits = true;
 };
 
@@ -74,9 +74,6 @@ struct Context {
 
     __device__ __forceinline__ explicit Context(const Host& host)
         : p(host) {}
-
-    __device__ __forceinline__ u8* heap() const { return p.sys.heap[p.sys.rank]; }
-    __device__ __forceinline__ const u8* aborted() const { return p.sys.abort[p.sys.rank]; }
 };
 
 } // namespace
@@ -176,14 +173,13 @@ extern "C" __global__ void named(const __grid_constant__ Params<1> p) {
     put(p.out, kRounds * kHalf + tid, ptx::ld_shared_u32(own + 4 * ((i + 32) % kHalf)));
 }
 
-// The library's ring: warp 0 loads 20 tiles of 512 bytes, warps 1 .. 4 copy a quarter each. in[1]: the heap.
+// The library's ring: warp 0 loads 20 tiles of 512 bytes, warps 1 .. 4 copy a quarter each. in[1]: the abort word.
 extern "C" __global__ void ring(const __grid_constant__ Params<2> p) {
     using Ring = megagen::Ring<RingPolicy>;
     using Done = Event<barrier::Done>;
     constexpr u32 kTiles = 20, kWords = 128;
     Host host{};
-    host.sys.heap[0] = reinterpret_cast<u8*>(p.in[1]);
-    host.sys.abort[0] = host.sys.heap[0];
+    host.sys.abort[0] = reinterpret_cast<u8*>(p.in[1]);
     host.sys.live = host.sys.world = 1;
     host.sys.timeout_ns = 1000000000;
     Context ctx(host);
@@ -193,6 +189,7 @@ extern "C" __global__ void ring(const __grid_constant__ Params<2> p) {
         Barrier<barrier::Done>::init(ctx);
         ptx::fence_mbarrier_init();
     }
+    debug::clear(ctx);
     __syncthreads();
     if (ctx.warp == 0) {
         const u64 first = cache_policy<Hint::kEvictFirst>(), last = cache_policy<Hint::kEvictLast>();

@@ -193,11 +193,18 @@ def _stores() -> Data:
 
 def _shared_memory() -> Data:
     v = np.concatenate([SPECIAL, _random(3, 64 * 8 - SPECIAL.size)]).reshape(64, 8)
-    own = np.column_stack([v[:, :4], v[:, :4], v[:, 4:6], v[:, 6] & 0xFFFF, v[:, 7] >> 16, v[:, 6] | v[:, 7]])
+    parts = [v[:, :4], v[:, :4], v[:, 4:6], v[:, 6] & 0xFFFF, v[:, 7] >> 16, v[:, 6] | v[:, 7], v[:, [7, 0, 6, 1]]]
+    own = np.column_stack(parts)
     odd = (v[:, 4] & 1).reshape(2, 32)
     votes = [sum(int(bit) << lane for lane, bit in enumerate(warp)) for warp in odd]
     expected = np.concatenate([np.roll(own, -1, axis=0).reshape(-1), np.array([*votes, 0], np.uint32)])
     return Data((v.reshape(-1),), expected)
+
+
+def _word_of_mouth() -> Data:
+    more = _random(33, 64) % 1000 + 1
+    heard = np.append(1, 1 + np.cumsum(more)[:-1]).astype(np.uint32)
+    return Data((more,), np.append(np.repeat(heard, 32), np.ones(128, np.uint32)))
 
 
 def _atomics() -> Data:
@@ -561,7 +568,8 @@ def _multicast() -> Data:
 CASES: tuple[Case, ...] = (
     Case("loads", "memory.cu", "loads", _loads, threads=64),
     Case("stores", "memory.cu", "stores", _stores, threads=64),
-    Case("shared_memory", "memory.cu", "shared_memory", _shared_memory, threads=64, shared_bytes=64 * 32 + 8),
+    Case("shared_memory", "memory.cu", "shared_memory", _shared_memory, threads=64, shared_bytes=64 * 48 + 8),
+    Case("word_of_mouth", "memory.cu", "word_of_mouth", _word_of_mouth, shared_bytes=16),
     Case("atomics", "memory.cu", "atomics", _atomics, blocks=4, threads=64, shared_bytes=4, written=(0,)),
     Case("flags", "memory.cu", "flags", _flags, blocks=2, threads=64, shared_bytes=4, written=(1, 2)),
     Case("convert", "convert.cu", "convert", _convert, blocks=4),
@@ -580,7 +588,7 @@ CASES: tuple[Case, ...] = (
     Case("phases", "barriers.cu", "phases", _phases, threads=32, shared_bytes=128 + 112),
     Case("rounds", "barriers.cu", "rounds", _rounds, shared_bytes=128 + 96 * 4),
     Case("named", "barriers.cu", "named", _named, shared_bytes=4 * 64 * 4),
-    Case("ring", "barriers.cu", "ring", _ring, threads=160, shared_bytes=128 + 3 * 512, written=(1,)),
+    Case("ring", "barriers.cu", "ring", _ring, threads=160, shared_bytes=128 + 3 * 512 + 6 * 16, written=(1,)),
     Case("stages", "copies.cu", "stages", _stages, threads=160, shared_bytes=128 + 3 * 2048),
     Case("round_trip", "copies.cu", "round_trip", _round_trip, shared_bytes=128 + 3 * 2048, written=(1,)),
     Case("exchange", "cluster.cu", "exchange", _exchange, blocks=4, cluster=2, shared_bytes=128 + 2 * 512),

@@ -113,11 +113,11 @@ extern "C" __global__ void stores(const __grid_constant__ Params<1> p) {
     ptx::expect_none(ptx::ld_global_v4(in), 0xffffffffu);
 }
 
-// A thread has 32 bytes of its own, which its neighbour reads; two words belong to a warp each.
+// A thread has 48 bytes of its own, which its neighbour reads; two words belong to a warp each.
 extern "C" __global__ void shared_memory(const __grid_constant__ Params<1> p) {
     constexpr u32 kThreads = 64;
     const u32 base = ptx::dynamic_shared(), tid = threadIdx.x;
-    const u32 mine = base + 32 * tid, theirs = base + 32 * ((tid + 1) % kThreads), votes = base + 32 * kThreads;
+    const u32 mine = base + 48 * tid, theirs = base + 48 * ((tid + 1) % kThreads), votes = base + 48 * kThreads;
     const u32* in = p.in[0] + 8 * tid;
     const uint4 low = ptx::ld_global_v4(in), high = ptx::ld_global_v4(in + 4);
     ptx::st_shared_f4(mine, floats(low));
@@ -127,11 +127,12 @@ extern "C" __global__ void shared_memory(const __grid_constant__ Params<1> p) {
     ptx::st_shared_u16(mine + 26, high.w >> 16);
     ptx::st_shared_u32(mine + 28, high.z);
     ptx::red_or_shared(mine + 28, high.w);
+    ptx::st_shared_v4(mine + 32, {high.w, low.x, high.z, low.y});
     if (tid < 2) ptx::st_shared_u32(votes + 4 * tid, 0);
     __syncthreads();
     if (high.x % 2 != 0) ptx::red_or_shared(votes + tid / 32 * 4, 1u << tid % 32);
     __syncthreads();
-    const u32 at = 13 * tid;
+    const u32 at = 17 * tid;
     put4(p.out, at, ptx::ld_shared_v4(theirs));
     put4(p.out, at + 4, bits(ptx::ld_shared_f4(theirs, false)));
     put(p.out, at + 8, ptx::ld_shared_u32(theirs + 16));
@@ -139,8 +140,40 @@ extern "C" __global__ void shared_memory(const __grid_constant__ Params<1> p) {
     put(p.out, at + 10, ptx::ld_shared_u16(theirs + 24));
     put(p.out, at + 11, ptx::ld_shared_u16(theirs + 26));
     put(p.out, at + 12, ptx::ld_shared_u32(theirs + 28));
-    if (tid < 2) put(p.out, 13 * kThreads + tid, ptx::ld_shared_u32(votes + 4 * tid));
-    if (tid == 2) put(p.out, 13 * kThreads + 2, base % 128);
+    put4(p.out, at + 13, ptx::ld_shared_v4(theirs + 32));
+    if (tid < 2) put(p.out, 17 * kThreads + tid, ptx::ld_shared_u32(votes + 4 * tid));
+    if (tid == 2) put(p.out, 17 * kThreads + 2, base % 128);
+}
+
+// Warp by warp, round and round: each has a word, in which the one before it says a number that it has not said yet,
+// with nothing else in order. Who finds a new one looks once more before taking it. in: by how much a warp raises it.
+extern "C" __global__ void word_of_mouth(const __grid_constant__ Params<1> p) {
+    constexpr u32 kRounds = 16, kWarps = 4;
+    const u32 base = ptx::dynamic_shared(), tid = threadIdx.x, warp = tid / 32, lane = tid % 32;
+    if (tid < kWarps) ptx::st_shared_u32(base + 4 * tid, tid == 0 ? 1 : 0);
+    __syncthreads();
+    u32 heard = 0;
+    bool ok = true;
+#pragma unroll 1
+    for (u32 round = 0; ok && round < kRounds; ++round) {
+        const u32 before = heard;
+        bool news = false;
+        ok = false;
+#pragma unroll 1
+        for (u32 poll = 0; poll < kPolls; ++poll) {
+            heard = ptx::ld_relaxed_shared_u32(base + 4 * warp);
+            ok = news;
+            if (ok) break;
+            news = heard != before;
+            if (news) ptx::look_again();
+            ptx::still_waiting(false, 0, warp, round);
+        }
+        put(p.out, (round * kWarps + warp) * 32 + lane, heard);
+        const u32 more = ptx::ld_relaxed_gpu(p.in[0] + round * kWarps + warp);
+        __syncwarp();
+        if (lane == 0) ptx::st_relaxed_shared_u32(base + (warp + 1) % kWarps * 4, heard + more);
+    }
+    put(p.out, kRounds * kWarps * 32 + tid, ok ? 1 : 0);
 }
 
 // in[0]: words that all blocks change, then one a thread to exchange; in[1]: a thread's addend, expected and desired

@@ -216,7 +216,7 @@ LEGAL: dict[str, str] = {
     ),
     r"left out: .*prefetch_l2|exchanged: .*prefetch_l2"
     r"|prefetch_l2 [\d to]+: (on|of|twice|a hole|an overlap|cut|before)"
-    r"|next_heads\.prefetch_l2: (on|of|twice|a hole|an overlap|cut)"
+    r"|next_heads\.prefetch_l2: (on|of|twice)"
     r"|left out: warm_code|warm_code of warp \d(: (on|twice)| /)": (
         "L2 is asked for less, for something else or at another time: a matter of speed"
     ),
@@ -241,6 +241,7 @@ HARMLESS: dict[str, str] = {
     r"scratch_pre_expert_norm over scratch_p|scratch_residual over scratch_combine": (
         "the same warps use both, with sums of all of them in between"
     ),
+    r"scratch_\w+ over notes": "a note is written when a wait expires, and none does",
     r"trigger before attach": "whom it lets begin waits for this launch, and that for the one before",
     r"reset in two kernels": "the same copies are emptied once more, before anyone may write to them",
     r"number twice": "only a report of a hang would name the wrong one",
@@ -256,7 +257,7 @@ HARMLESS: dict[str, str] = {
     r"attach at the end: warp 0": "it waits for the table, whose maker has attached; check wants it of each warp",
     r"attach of warp 0 / (wait_point|gate_up\.load_weights)": "it waits for others of the block, who have attached",
     r"left out: attach of warp 0$": "it reads weights, which never change, and the table, whose maker has attached",
-    r"attach of warp 0: twice": "the launch before is over when it is waited for again",
+    r"attach of warp \d: twice": "the launch before is over when it is waited for again",
     r"top_k\.select: on warp 2": "another warp does the same; only what the Plan says of the role is untrue",
     r"slots: accum_(full|empty): -1": "one slot is used, of room for two",
     r"reset: \w+: launch → reader": "its reader can empty it; only the housekeeper's list is untrue",

@@ -12,6 +12,7 @@ from megagen.ir.touches import ACCUM, ACCUM_FULL, TABLE, TABLE_BYTES
 RULE = "resources"
 WARPGROUP = 4
 MBARRIER = 8  # bytes
+NOTE_BYTES = 16  # a warp's, and as many for the alarm: debug/hang.cuh
 ACCUM_SLOT = 8 * 2 * 32 * 16  # slices, n8 tiles, lanes, bytes a lane: mma/format.cuh
 CLUSTER_ROW = 16 * 4  # bytes of a token's partial sums in a row block: comm/channel.cuh
 PADDING = 256  # bytes that a copy is rounded up to
@@ -94,6 +95,7 @@ def _shared(plan: Plan) -> None:
     _apart([*regions, *barriers], launch.shared_bytes, "shared memory", launch.source)
     accum = plan.barrier(ACCUM_FULL).slots * ACCUM_SLOT
     sizes = {ring.region: ring.stages * ring.stage_bytes, ACCUM: accum, TABLE: TABLE_BYTES}
+    sizes["notes"] = NOTE_BYTES * (launch.warps + 1)
     for op in plan.ops:
         for purpose, size in op.shared.items():
             sizes[op.regions[purpose]] = max(size, sizes.get(op.regions[purpose], 0))

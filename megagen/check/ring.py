@@ -76,6 +76,8 @@ def _kernel(plan: Plan, kernel: KernelPlan) -> None:
                 refuse(RULE, f"{title(step)} with {step.args[2]} stages in flight loads nothing", step.source)
         elif step.call == "prefetch_l2":
             _share(step)
+            if step.args[:2] != (0, WHOLE) and not _weight(plan, step):
+                refuse(RULE, f"{title(step)} takes a share of caches, which are asked for as a whole", step.source)
     order = [op for op, _ in groupby(loads, key=lambda s: s.op)]
     if len(set(order)) != len(order):
         refuse(RULE, f"a stream is interrupted by another: {', '.join(map(str, order))}", loads[0].source)

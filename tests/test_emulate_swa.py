@@ -13,6 +13,7 @@ from megagen.emulate.engine import Expire
 from megagen.errors import EmulationError, HangError
 from megagen.models.muse_spark import tiny
 
+CLUSTERED = {"sync": "cluster", "cluster": "2", "ring_stages": "3"}  # whose sums take the fourth stage's room
 WINDOW = 128  # of a tiny layer: two chunks of 64; its caches hold four
 LAST = (1 << 31) - 16  # the most tokens that a cache can have had before a launch
 
@@ -160,7 +161,7 @@ def test_a_broken_wait_is_reported(emulate: Any, channel: str, waiting: str) -> 
     assert e.value.loc.file.endswith("_layer.py")
 
 
-@pytest.mark.parametrize("sync", [{}, {"sync": "counter"}, {"sync": "cluster", "cluster": "2"}], ids=str)
+@pytest.mark.parametrize("sync", [{}, {"sync": "counter"}, CLUSTERED], ids=str)
 def test_a_launch_that_is_given_up_at_any_moment_ends(emulate: Any, sync: dict[str, str]) -> None:
     """Nothing hangs, races or leaves early on that way; the world is as good as new after it."""
     given_up = 0

@@ -22,7 +22,7 @@ PLACEMENTS: tuple[dict[str, str], ...] = (
     {"sync": "counter"},
     {"sync": "flag"},
     {"cluster": "2"},
-    {"sync": "cluster", "cluster": "2"},
+    {"sync": "cluster", "cluster": "2", "ring_stages": "3"},
 )
 LAUNCHES = ((16, 0), (7, 1))  # tokens, seed
 

@@ -15,7 +15,7 @@ PLACEMENTS: tuple[dict[str, str], ...] = (
     {"roles": "moved", "ring_stages": "5", "in_flight": "none"},
     {"sync": "counter", "early_trigger": "True", "next_qkvg": "3/8"},
     {"sync": "flag"},
-    {"sync": "cluster", "cluster": "2", "summed": "0"},
+    {"sync": "cluster", "cluster": "2", "ring_stages": "3", "summed": "0"},
 )
 
 

@@ -19,7 +19,7 @@ PLACEMENTS: tuple[dict[str, str], ...] = (
     {"sync": "counter"},
     {"sync": "flag"},
     {"cluster": "2"},
-    {"sync": "cluster", "cluster": "2"},
+    {"sync": "cluster", "cluster": "2", "ring_stages": "3"},
 )
 COMPARED = {"attended", "projected", "normed", "unpooled", "stream_out", "next_q", "next_gate", "next_k_cache"}
 

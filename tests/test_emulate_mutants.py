@@ -89,8 +89,8 @@ COUNT = (TOP_K, "return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 
 USED = (TOP_K, "u32 used() const")
 POLL = (WAIT, "ptx::still_waiting(ok, edge, slot, phase);")
 VOTE = (WAIT, "__all_sync(kFullMask, ok)")
-LOAD = (CHANNEL, "return ptx::ld_relaxed_gpu_v4(address);")
-LOAD_SYS = (CHANNEL, "return ptx::ld_relaxed_sys_v4(address);")
+LOAD = (CHANNEL, "return ptx::ld_relaxed_gpu_b128(address);")
+LOAD_SYS = (CHANNEL, "return ptx::ld_relaxed_sys_b128(address);")
 PLAIN_LOAD = (CHANNEL, "return ptx::ld_global_v4(address);")
 SEND = (CHANNEL, "ptx::st_relaxed_gpu(to, v);")
 SEND_PEER = (CHANNEL, "ptx::st_relaxed_sys(to, v);")
@@ -454,18 +454,20 @@ MUTANTS = (
         on=Variant(options={"split": "nk"}, zero=True, positive_zero=True),
     ),
     Mutant(
-        "read: looks at the first word only",
-        one(
-            CHANNEL,
-            "return v.x == D::kEmpty || v.y == D::kEmpty || v.z == D::kEmpty || v.w == D::kEmpty;",
-            "return v.x == D::kEmpty;",
-        ),
+        "read: looks at nothing",
+        one(CHANNEL, "return v.w == D::kEmpty;", "return false;"),
         "unwritten",
         (TAKEN,),
     ),
     Mutant(
-        "read: looks at all but the last word",
-        one(CHANNEL, " || v.w == D::kEmpty;", ";"),
+        "send: 16 bytes as two vectors",
+        one(*SEND, "ptx::st_relaxed_gpu(to + 8, uint2{v.z, v.w}), ptx::st_relaxed_gpu(to, uint2{v.x, v.y});"),
+        "unwritten",
+        (TAKEN,),
+    ),
+    Mutant(
+        "send: 16 bytes to peers as two vectors",
+        one(*SEND_PEER, "ptx::st_relaxed_sys(to + 8, uint2{v.z, v.w}), ptx::st_relaxed_sys(to, uint2{v.x, v.y});"),
         "unwritten",
         (TAKEN,),
     ),

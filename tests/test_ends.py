@@ -66,7 +66,7 @@ def test_shapes_and_bytes(tp: int) -> None:
         "final_normed": ((5, 8192), "bf16", "internal", "rank"),
         "head_partials": ((8, rows // 16, 5, 16), "fp32", "internal", "rank"),
         "logits": ((5, rows), "fp32", "output", "rank"),
-        "bests": ((5, {1: 6316, 2: 3160, 4: 1580, 8: 792}[tp]), "u32", "internal", "rank"),
+        "bests": ((5, {1: 12628, 2: 6316, 4: 3160, 8: 1580}[tp]), "u32", "internal", "rank"),
         "votes": ((5, 16 * tp * tp), "u32", "internal", "world"),
         "next_ids": ((5,), "u32", "output", "rank"),
     }
@@ -405,8 +405,8 @@ MUTANTS = (
         wrong="bests",
     ),
     Mutant(
-        "bests: the odd group has no partner",
-        one(CHOOSE, "kGroups % 2 != 0 &&", "kGroups % 2 == 0 &&"),
+        "bests: the last group has none",
+        one(CHOOSE, "if (ctx.lane % 16 == 0 && token", "if (ctx.lane % 16 == 0 && group + 1 < kGroups && token"),
         "deadlock",
         says="choose.pick waits for channel 'bests'",
     ),

@@ -88,6 +88,7 @@ struct Event {
     u32 value = 0, compare = 0;
     u64 address = 0; // global: host address; else shared-window address
     u64 source = 0;
+    u64 together = 0; // not 0: the words of one store that arrive with this one have the same
     u32 bytes = 0;
     u32 bar = 0;
     u64 phase = 0; // of the barrier, when it was issued
@@ -282,6 +283,7 @@ struct Engine {
     std::vector<u32> late;            // events that wait until little else can happen
     u32 outstanding = 0;
     std::unordered_map<u64, u32> pending;                        // word -> event of the store that is under way to it
+    u64 stores_together = 0;                                     // so far, of 16 bytes each
     std::unordered_map<u64, std::vector<ReleaseRef>> sync_words; // words that released something
     std::deque<FenceEvent> proxy_fences;
     std::vector<Warp*> runnable;

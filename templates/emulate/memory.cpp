@@ -500,6 +500,12 @@ void Engine::deliver(u32 index) {
         if (ev.released) add_release(sync_words[ev.address], ev.released);
         for (const ReleaseRef& r : ev.fenced) add_release(sync_words[ev.address], r);
         touch(ev.address);
+        if (ev.together != 0) {
+            for (u64 other = ev.address & ~15ull; other < (ev.address | 15); other += 4) {
+                const auto at = pending.find(other);
+                if (at != pending.end() && events[at->second].together == ev.together) deliver(at->second);
+            }
+        }
         return;
     }
     case Event::kPiece: {
@@ -604,7 +610,7 @@ void stamp_store(void* to, const void* from, u32 bytes, Site at) {
     std::memcpy(to, from, bytes);
 }
 
-void global_store(void* to, const void* from, u32 bytes, Scope scope, Order order, Site at) {
+void global_store(void* to, const void* from, u32 bytes, Scope scope, Order order, Site at, bool whole) {
     Thread* t = self();
     spend_fuel(t);
     Engine& e = engine_of(t);
@@ -617,6 +623,7 @@ void global_store(void* to, const void* from, u32 bytes, Scope scope, Order orde
     if (releases) released = release(t, scope);
     Access mine = access_of(t, scope, false, at);
     mine.bytes = bytes < 4 ? ((1u << bytes) - 1) << part : kBytes;
+    const u64 together = whole ? ++e.stores_together : 0;
     for (u32 i = 0; i < (bytes + 3) / 4; ++i) {
         const u64 address = reinterpret_cast<u64>(to) - part + 4 * i;
         if (e.config.race)
@@ -627,6 +634,7 @@ void global_store(void* to, const void* from, u32 bytes, Scope scope, Order orde
         Event ev;
         ev.what = Event::kStore;
         ev.address = address;
+        ev.together = together;
         ev.allocation = &a;
         std::memcpy(reinterpret_cast<u8*>(&ev.value) + part, static_cast<const u8*>(from) + 4 * i, std::min(bytes, 4u));
         note(t, bytes < 4 ? Verb::kWrite : stored(ev.value), a, reinterpret_cast<const u8*>(address), 4);

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) probe_broadcast(const 
                 for (u32 i = 0; i < kAtOnce; ++i) {
                     const u32 w = first + i * kThreads;
                     got[i] = uint4{want, want, want, want};
-                    if (w < words) got[i] = ld_relaxed_gpu_v4(args.data + 16 * w);
+                    if (w < words) got[i] = ld_relaxed_gpu_b128(args.data + 16 * w);
                 }
                 bool all = true;
 #pragma unroll

@@ -8,12 +8,12 @@ constexpr u32 kApart = 4352; // bytes between two pairs' mail: in other parts of
 
 struct OnGpu {
     MEGAGEN_DEVICE void store(u8* to, uint4 v) { st_relaxed_gpu(to, v); }
-    MEGAGEN_DEVICE uint4 poll(const u8* from) { return ld_relaxed_gpu_v4(from); }
+    MEGAGEN_DEVICE uint4 poll(const u8* from) { return ld_relaxed_gpu_b128(from); }
 };
 
 struct Across {
     MEGAGEN_DEVICE void store(u8* to, uint4 v) { st_relaxed_sys(to, v); }
-    MEGAGEN_DEVICE uint4 poll(const u8* from) { return ld_relaxed_sys_v4(from); }
+    MEGAGEN_DEVICE uint4 poll(const u8* from) { return ld_relaxed_sys_b128(from); }
 };
 
 template <class Scope>

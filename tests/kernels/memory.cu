@@ -79,8 +79,8 @@ MEGAGEN_DEVICE bool await(u32 way, const u32* flag, u32 value) {
 extern "C" __global__ void loads(const __grid_constant__ Params<1> p) {
     const u32* in = p.in[0] + 4 * threadIdx.x;
     const u32 at = 21 * threadIdx.x;
-    put4(p.out, at, ptx::ld_relaxed_gpu_v4(in));
-    put4(p.out, at + 4, ptx::ld_relaxed_sys_v4(in));
+    put4(p.out, at, ptx::ld_relaxed_gpu_b128(in));
+    put4(p.out, at + 4, ptx::ld_relaxed_sys_b128(in));
     put(p.out, at + 8, ptx::ld_relaxed_gpu(in));
     put(p.out, at + 9, ptx::ld_relaxed_sys(in + 1));
     put(p.out, at + 10, ptx::ld_acquire_gpu(in + 2));

@@ -71,21 +71,21 @@ extern "C" __global__ void alignment(const __grid_constant__ Params p) {
     ptx::fence_mbarrier_init();
     ptx::mbarrier_expect_tx(bar, 128);
     const u8* bytes = reinterpret_cast<const u8*>(p.heap);
-    if (p.way == 0) put(p.out, ptx::ld_relaxed_gpu_v4(p.heap + 4).x + ptx::ld_shared_u16(buffer + 2));
-    if (p.way == 1) put(p.out, ptx::ld_relaxed_gpu_v4(p.heap + 1).x); // FAULT 1
-    if (p.way == 2) ptx::st_shared_f4(buffer + 8, {});                // FAULT 2
-    if (p.way == 3) ptx::bulk_load(buffer, p.constant + 1, 16, bar);  // FAULT 3
-    if (p.way == 4) ptx::bulk_load(buffer, p.constant, 24, bar);      // FAULT 4
-    if (p.way == 5) ptx::bulk_load(buffer + 8, p.constant, 16, bar);  // FAULT 5
-    if (p.way == 6) ptx::bulk_store(p.out, buffer + 8, 16);           // FAULT 6
-    if (p.way == 7) ptx::bulk_store(p.out + 2, buffer, 16);           // FAULT 7
-    if (p.way == 8) put(p.out, ptx::ld_relaxed_gpu(bytes + 2));       // FAULT 8
-    if (p.way == 9) ptx::st_shared_u32(buffer + 2, 1);                // FAULT 9
-    if (p.way == 10) ptx::mbarrier_init(base + 4, 1);                 // FAULT 10
-    if (p.way == 11) ptx::bulk_load(buffer, p.constant, 0, bar);      // FAULT 11
-    if (p.way == 12) ptx::st_relaxed_gpu(p.heap + 1, uint2{1, 2});    // FAULT 12
-    if (p.way == 13) put(p.out, ptx::ld_shared_u16(buffer + 1));      // FAULT 13
-    if (p.way == 14) ptx::bulk_prefetch_l2(p.constant, 8);            // FAULT 14
+    if (p.way == 0) put(p.out, ptx::ld_relaxed_gpu_b128(p.heap + 4).x + ptx::ld_shared_u16(buffer + 2));
+    if (p.way == 1) put(p.out, ptx::ld_relaxed_gpu_b128(p.heap + 1).x); // FAULT 1
+    if (p.way == 2) ptx::st_shared_f4(buffer + 8, {});                  // FAULT 2
+    if (p.way == 3) ptx::bulk_load(buffer, p.constant + 1, 16, bar);    // FAULT 3
+    if (p.way == 4) ptx::bulk_load(buffer, p.constant, 24, bar);        // FAULT 4
+    if (p.way == 5) ptx::bulk_load(buffer + 8, p.constant, 16, bar);    // FAULT 5
+    if (p.way == 6) ptx::bulk_store(p.out, buffer + 8, 16);             // FAULT 6
+    if (p.way == 7) ptx::bulk_store(p.out + 2, buffer, 16);             // FAULT 7
+    if (p.way == 8) put(p.out, ptx::ld_relaxed_gpu(bytes + 2));         // FAULT 8
+    if (p.way == 9) ptx::st_shared_u32(buffer + 2, 1);                  // FAULT 9
+    if (p.way == 10) ptx::mbarrier_init(base + 4, 1);                   // FAULT 10
+    if (p.way == 11) ptx::bulk_load(buffer, p.constant, 0, bar);        // FAULT 11
+    if (p.way == 12) ptx::st_relaxed_gpu(p.heap + 1, uint2{1, 2});      // FAULT 12
+    if (p.way == 13) put(p.out, ptx::ld_shared_u16(buffer + 1));        // FAULT 13
+    if (p.way == 14) ptx::bulk_prefetch_l2(p.constant, 8);              // FAULT 14
 }
 
 extern "C" __global__ void matrix_rows(const __grid_constant__ Params p) {

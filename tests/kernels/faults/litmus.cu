@@ -33,12 +33,18 @@ extern "C" __global__ void message_passing(const __grid_constant__ Params p) {
     }
 }
 
+// way: the word that is polled; bit 2: two vectors of two words instead of one access of 16 bytes
 extern "C" __global__ void torn(const __grid_constant__ Params p) {
     if (blockIdx.x == 0) {
-        ptx::st_relaxed_gpu(p.heap, uint4{1, 1, 1, 1});
+        if (p.way & 4) {
+            ptx::st_relaxed_gpu(p.heap, uint2{1, 1});
+            ptx::st_relaxed_gpu(p.heap + 2, uint2{1, 1});
+        } else {
+            ptx::st_relaxed_gpu(p.heap, uint4{1, 1, 1, 1});
+        }
     } else {
-        AWAIT(ptx::ld_relaxed_gpu(p.heap + p.way));
-        ptx::st_global_v4(p.out, ptx::ld_relaxed_gpu_v4(p.heap));
+        AWAIT(ptx::ld_relaxed_gpu(p.heap + (p.way & 3)));
+        ptx::st_global_v4(p.out, ptx::ld_relaxed_gpu_b128(p.heap));
     }
 }
 

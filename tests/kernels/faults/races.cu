@@ -227,10 +227,10 @@ extern "C" __global__ void data_as_flag(const __grid_constant__ Params p) { // t
         if (way == 2) ptx::st_relaxed_gpu(p.heap, 1u);
         if (way != 2) ptx::st_relaxed_gpu(words, uint4{1, 2, 3, 4}); // OTHER 1 3
     } else {
-        if (tid == 0) AWAIT(ptx::ld_relaxed_gpu(words));                       // OTHER 3
-        if (way == 0 && tid == 0) put(p.out, ptx::ld_relaxed_gpu_v4(words).w); // strong, though maybe still zero
-        if (way == 11 && tid == 0) ptx::st_global_u32(words, 5);               // nothing but the word that it has seen
-        if (way == 1 && tid == 0) put(p.out, ptx::ld_global_v4(words).x);      // FAULT 1: 16 bytes of it, in truth
+        if (tid == 0) AWAIT(ptx::ld_relaxed_gpu(words));                         // OTHER 3
+        if (way == 0 && tid == 0) put(p.out, ptx::ld_relaxed_gpu_b128(words).w); // strong, though maybe still zero
+        if (way == 11 && tid == 0) ptx::st_global_u32(words, 5);          // nothing but the word that it has seen
+        if (way == 1 && tid == 0) put(p.out, ptx::ld_global_v4(words).x); // FAULT 1: 16 bytes of it, in truth
         if (way == 2 && tid == 0) put(p.out, ptx::ld_relaxed_gpu(p.heap + 512)); // FAULT 2
         if (way == 12) __syncthreads();
         if (way == 12 && tid == 32) ptx::st_global_u32(words, 5); // warp 0 has seen it, then met warp 1

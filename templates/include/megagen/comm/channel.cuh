@@ -119,7 +119,8 @@ struct Channel {
         return D::kScatter ? ctx.p.sys.world / ctx.p.sys.live : D::kWorld ? ctx.p.sys.world : 1;
     }
 
-    // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination: live
+    // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination, 16 bytes
+    // where data is its own flag: a reader looks at the last word only. Live
     // rank by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements a stand-in.
     // When scattered, e counts over all ranks' shards, and those of ranks that are stood in for go nowhere.
     template <class V, class Ctx>
@@ -127,6 +128,7 @@ struct Channel {
         if constexpr (D::kFault) {
             if (row == 0 && e < 16) return;
         }
+        static_assert(!kLamport || sizeof(V) == 16, "data that is its own flag travels in accesses of 16 bytes");
         if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
         if constexpr (D::kKind == Sync::kCluster) {
             ClusterMap<D>::send(ctx, row, e, v);
@@ -208,8 +210,8 @@ struct Channel {
 
     MEGAGEN_DEVICE uint4 load(const u8* address) {
         if constexpr (!kLamport) return ptx::ld_global_v4(address);
-        if constexpr (D::kWorld) return ptx::ld_relaxed_sys_v4(address);
-        return ptx::ld_relaxed_gpu_v4(address);
+        if constexpr (D::kWorld) return ptx::ld_relaxed_sys_b128(address);
+        return ptx::ld_relaxed_gpu_b128(address);
     }
 
     // Vector i of a read. Where vectors are a known distance apart, one address and constant offsets are all it takes:
@@ -221,9 +223,7 @@ struct Channel {
                static_cast<i64>(static_cast<int>(index(i) - index(0))) * D::kElementBytes;
     }
 
-    MEGAGEN_DEVICE bool has_empty(uint4 v) {
-        return v.x == D::kEmpty || v.y == D::kEmpty || v.z == D::kEmpty || v.w == D::kEmpty;
-    }
+    MEGAGEN_DEVICE bool has_empty(uint4 v) { return v.w == D::kEmpty; }
 
     // Each valid lane reads kN vectors of 16 bytes, vector i at element index(i) of the tensor; other lanes get zeros.
     template <u32 kN, class Ctx, class Index>
@@ -248,30 +248,31 @@ struct Channel {
             if constexpr (!kLamport) return !ctx.dead;
             // Polls take L2 bandwidth from the weight streams and from the writers: until something has come, one lane
             // polls one vector for its warp; then every lane what it lacks, so that the last of it costs one trip.
-            bool begun = kN <= 2;
-            const bool ok = wait_until<true>(ctx, D::kIndex, static_cast<u32>(index(0)), which(ctx, 0), [&] {
-                if (begun) {
+            const auto here = [&](u32 i) { return !wanted(i) || !has_empty(v[i]); };
+            bool all = true;
+#pragma unroll
+            for (u32 i = 0; i < kN; ++i) all = all && here(i);
+            bool ok = !ctx.dead;
+            if (!__all_sync(kFullMask, all)) {
+                constexpr u32 kLast = kN - 1;
+                const u32 edge = D::kIndex, slot = static_cast<u32>(index(0)), phase = which(ctx, 0);
+                if (kN > 2) {
+                    const u32 lacking = __ballot_sync(kFullMask, !here(kLast));
+                    const bool polls = (lacking & ((2u << ctx.lane) - 1)) == 1u << ctx.lane; // the first of them
+                    wait_until<true>(ctx, edge, slot, phase,
+                                     [&] { return !polls || !has_empty(load(place(base, kLast, index))); });
+                }
+                ok = wait_until<true>(ctx, edge, slot, phase, [&] {
+                    bool come = true;
 #pragma unroll
                     for (u32 i = 0; i < kN; ++i) {
-                        if (wanted(i) && has_empty(v[i])) v[i] = load(place(base, i, index));
+                        if (!here(i)) v[i] = load(place(base, i, index));
                     }
-                }
-                u32 missing = kN; // one of this lane's
 #pragma unroll
-                for (u32 i = 0; i < kN; ++i) {
-                    if (wanted(i) && has_empty(v[i])) missing = i;
-                }
-                if (begun) return missing == kN;
-                const u32 lacking = __ballot_sync(kFullMask, missing < kN);
-                if (lacking == 0) return true;
-                bool here = true;
-                if (ctx.lane == static_cast<u32>(__ffs(lacking)) - 1)
-                    here = !has_empty(load(base + index(missing) * D::kElementBytes));
-                if (!__all_sync(kFullMask, here)) return here;
-                begun = true;
-                ptx::look_again();
-                return false;
-            });
+                    for (u32 i = 0; i < kN; ++i) come = come && here(i);
+                    return come;
+                });
+            }
             if (ok && !ctx.dry) {
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i) {

@@ -24,7 +24,8 @@ enum class Rmw : u8 { kAdd, kInc, kOr, kMax, kCas };
 // Global memory; bytes a multiple of 4. A constant load promises that no one writes there during the launch.
 void global_load(void* to, const void* from, u32 bytes, Scope scope, Order order, Site at);
 void constant_load(void* to, const void* from, u32 bytes, Site at);
-void global_store(void* to, const void* from, u32 bytes, Scope scope, Order order, Site at);
+// whole: its words arrive together.
+void global_store(void* to, const void* from, u32 bytes, Scope scope, Order order, Site at, bool whole = false);
 u32 global_rmw(void* to, Rmw op, u32 operand, u32 compare, bool returns, Scope scope, Order order, Site at);
 void fence(Scope scope, Site at);
 

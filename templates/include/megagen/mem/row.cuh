@@ -38,6 +38,21 @@ MEGAGEN_DEVICE void unpack(uint4 v, float (&x)[kPer]) {
     }
 }
 
+// Four lanes, l, l + 4, l + 8 and l + 12, hold a row of a 4 x 4 matrix each: lane l + 4 j gets column j.
+MEGAGEN_DEVICE uint4 transpose(const float (&row)[4], u32 lane) {
+    const bool odd = (lane & 4) != 0, upper = (lane & 8) != 0;
+    const auto swap = [](float kept, float given, u32 distance, bool high, float& first, float& second) {
+        const float got = __shfl_xor_sync(kFullMask, given, distance);
+        first = high ? got : kept, second = high ? kept : got;
+    };
+    float x[4], y[4];
+    swap(odd ? row[1] : row[0], odd ? row[0] : row[1], 4, odd, x[0], x[1]); // of lanes (0, 1): a column of this parity
+    swap(odd ? row[3] : row[2], odd ? row[2] : row[3], 4, odd, x[2], x[3]);
+    swap(upper ? x[2] : x[0], upper ? x[0] : x[2], 8, upper, y[0], y[2]);
+    swap(upper ? x[3] : x[1], upper ? x[1] : x[3], 8, upper, y[1], y[3]);
+    return {__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])};
+}
+
 // y += eight consecutive fp32 numbers.
 MEGAGEN_DEVICE void add_row(float (&y)[8], uint4 low, uint4 high) {
     const u32 word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};

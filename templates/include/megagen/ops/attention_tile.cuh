@@ -206,7 +206,9 @@ struct AttentionTile {
             const float high = __fdividef(1.0f, 1.0f + __expf(-bf16_high(pair[e])));
             word[e] = ptx::cvt_bf16x2(x[2 * e] * r * low, x[2 * e + 1] * r * high);
         }
-        if (half == 0) Op::Out::send(ctx, token, head * kHeadDim + dim, uint2{word[0], word[1]});
+        const u32 above[2] = {__shfl_xor_sync(kFullMask, word[0], 1), __shfl_xor_sync(kFullMask, word[1], 1)};
+        if (half == 0 && ctx.lane % 2 == 0)
+            Op::Out::send(ctx, token, head * kHeadDim + dim, uint4{word[0], word[1], above[0], above[1]});
         Op::Out::publish(ctx);
     }
 

@@ -30,7 +30,6 @@ struct Choose {
     static constexpr u32 kWarps = 8;
     static constexpr u32 kTogether = 64; // rows of a group
     static constexpr u32 kGroups = (Op::kRows + kTogether - 1) / kTogether;
-    static constexpr u32 kVectors = (kGroups + 1) / 2; // of a token's bests: two groups each
     static constexpr u32 kReal = Op::kRows - Op::kPadding;
     static constexpr u32 kVote = 16 * Op::kParts; // words: a pair over and over, which no rotation changes
     static_assert(Op::kRows % kRowBlock == 0 && kReal > 0 && kReal <= Op::kRows, "whole row blocks, with some rows");
@@ -77,10 +76,8 @@ struct Choose {
 #pragma unroll
             for (u32 d = 8; d > 0; d /= 2)
                 best.meet(__shfl_xor_sync(kFullMask, best.key, d), __shfl_xor_sync(kFullMask, best.row, d));
-            if (ctx.lane % 16 == 0 && token < ctx.tokens) {
-                Op::Bests::send(ctx, token, 2 * group, uint2{best.key, best.row});
-                if (kGroups % 2 != 0 && group == kGroups - 1) Op::Bests::send(ctx, token, 2 * kGroups, uint2{0, 0});
-            }
+            if (ctx.lane % 16 == 0 && token < ctx.tokens)
+                Op::Bests::send(ctx, token, 4 * group, uint4{best.key, best.row, best.key, best.row});
             Op::Bests::publish(ctx);
             if (first + 1 < ctx.tokens) Op::Bests::publish(ctx);
         }
@@ -92,22 +89,22 @@ struct Choose {
     // This rank's vote for a token goes to all ranks.
     template <class Ctx>
     MEGAGEN_DEVICE void pick(Ctx& ctx) {
-        constexpr u32 kEach = (kVectors + 31) / 32, kBatch = kEach < 8 ? kEach : 8;
+        constexpr u32 kEach = (kGroups + 31) / 32, kBatch = kEach < 8 ? kEach : 8;
         const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last || !Op::Bests::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
             Candidate best{0, 0};
 #pragma unroll 1
-            for (u32 at = 0; at < ctx.rounds(kVectors, 32 * kBatch); at += 32 * kBatch) {
+            for (u32 at = 0; at < ctx.rounds(kGroups, 32 * kBatch); at += 32 * kBatch) {
                 uint4 v[kBatch];
                 const auto vector = [&](u32 i) { return at + i * 32 + ctx.lane; };
-                const auto wanted = [&](u32 i) { return vector(i) < kVectors; };
-                const auto index = [&](u32 i) { return (token * kVectors + vector(i)) * 4; };
+                const auto wanted = [&](u32 i) { return vector(i) < kGroups; };
+                const auto index = [&](u32 i) { return (token * kGroups + vector(i)) * 4; };
                 if (!Op::Bests::read_where(ctx, v, wanted, index)) return;
                 Op::Bests::template release_where<kBatch>(ctx, wanted, index);
 #pragma unroll
-                for (u32 i = 0; i < kBatch; ++i) best.meet(v[i].x, v[i].y), best.meet(v[i].z, v[i].w);
+                for (u32 i = 0; i < kBatch; ++i) best.meet(v[i].x, v[i].y);
             }
             best = best.over_warp();
 #pragma unroll 1

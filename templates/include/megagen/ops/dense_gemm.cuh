@@ -167,11 +167,18 @@ struct DenseGemm {
             float c[4];
             Ctx::Accum::take(ctx, t, c);
             consumed += c[0];
+            if constexpr (kClustered) {
 #pragma unroll
-            for (u32 h = 0; h < 4; ++h) {
-                const u32 token = t * 8 + ctx.lane % 4 * 2 + h % 2;
-                if (token < ctx.tokens)
-                    Op::Partials::send(ctx, row + token, ctx.lane / 4 + h / 2 * 8, __float_as_uint(c[h]));
+                for (u32 h = 0; h < 4; ++h) {
+                    const u32 token = t * 8 + ctx.lane % 4 * 2 + h % 2;
+                    if (token < ctx.tokens)
+                        Op::Partials::send(ctx, row + token, ctx.lane / 4 + h / 2 * 8, __float_as_uint(c[h]));
+                }
+            } else {
+                // Four lanes with four rows' sums of two tokens and two halves: each takes one of these four, all rows.
+                const u32 j = ctx.lane / 4 % 4, token = t * 8 + ctx.lane % 4 * 2 + j % 2;
+                const uint4 v = transpose(c, ctx.lane);
+                if (token < ctx.tokens) Op::Partials::send(ctx, row + token, ctx.lane / 16 * 4 + j / 2 * 8, v);
             }
         }
         Ctx::Accum::release(ctx, consumed);

@@ -68,10 +68,14 @@ struct RmsNorm {
                 for (u32 e = 0; e < kPer; e += 2)
                     word[e / 2] = ptx::cvt_bf16x2(x[i][e] * r * gain[i][e], x[i][e + 1] * r * gain[i][e + 1]);
                 const u32 element = Slice::element(slice, ctx.lane, i);
-                if constexpr (kPer == 8)
+                if constexpr (kPer == 8) {
                     Op::Out::send(ctx, token, element, uint4{word[0], word[1], word[2], word[3]});
-                else
-                    Op::Out::send(ctx, token, element, uint2{word[0], word[1]});
+                } else { // with what the next lane has it is 16 bytes
+                    const u32 more[2] = {__shfl_xor_sync(kFullMask, word[0], 1),
+                                         __shfl_xor_sync(kFullMask, word[1], 1)};
+                    if (ctx.lane % 2 == 0)
+                        Op::Out::send(ctx, token, element, uint4{word[0], word[1], more[0], more[1]});
+                }
             }
             Op::Out::publish(ctx);
         }

@@ -138,11 +138,15 @@ struct TopK {
             }
 #pragma unroll
             for (u32 slot = 0; slot < Op::kTopK; ++slot) sum += __shfl_sync(kFullMask, mine_p, slot);
-            if (ctx.lane < Op::kTopK) {
-                Op::Routes::send(ctx, token, ctx.lane, id);
-                Op::Routes::send(ctx, token, Op::kTopK + ctx.lane,
-                                 __float_as_uint(__fdividef(mine_p, sum + Op::kSumEps) * Op::kScale));
+            const u32 weight = __float_as_uint(__fdividef(mine_p, sum + Op::kSumEps) * Op::kScale);
+            u32 word[4]; // lanes 0 and 1 have four ids each, 2 and 3 four weights
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const u32 from = ctx.lane % 2 * 4 + i;
+                const u32 chosen = __shfl_sync(kFullMask, id, from), weighs = __shfl_sync(kFullMask, weight, from);
+                word[i] = ctx.lane < 2 ? chosen : weighs;
             }
+            if (ctx.lane < 4) Op::Routes::send(ctx, token, ctx.lane * 4, uint4{word[0], word[1], word[2], word[3]});
             Op::Routes::publish(ctx);
         }
     }

@@ -5,22 +5,23 @@
 
 namespace megagen::ptx {
 
-MEGAGEN_DEVICE uint4 ld_relaxed_gpu_v4(const void* p) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+// 16 bytes at once: of what one such store wrote a load has all or nothing. (Of a vector each element is an access.)
+MEGAGEN_DEVICE uint4 ld_relaxed_gpu_b128(const void* p) {
+    u64 low, high;
+    asm volatile("{\n .reg .b128 v;\n ld.relaxed.gpu.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+                 : "=l"(low), "=l"(high)
                  : "l"(p)
                  : "memory");
-    return v;
+    return {static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
 }
 
-MEGAGEN_DEVICE uint4 ld_relaxed_sys_v4(const void* p) {
-    uint4 v;
-    asm volatile("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+MEGAGEN_DEVICE uint4 ld_relaxed_sys_b128(const void* p) {
+    u64 low, high;
+    asm volatile("{\n .reg .b128 v;\n ld.relaxed.sys.global.b128 v, [%2];\n mov.b128 {%0, %1}, v;\n}"
+                 : "=l"(low), "=l"(high)
                  : "l"(p)
                  : "memory");
-    return v;
+    return {static_cast<u32>(low), static_cast<u32>(low >> 32), static_cast<u32>(high), static_cast<u32>(high >> 32)};
 }
 
 MEGAGEN_DEVICE u32 ld_relaxed_gpu(const void* p) {
@@ -95,7 +96,9 @@ MEGAGEN_DEVICE void st_relaxed_gpu(void* p, uint2 v) {
 }
 
 MEGAGEN_DEVICE void st_relaxed_gpu(void* p, uint4 v) {
-    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    const u64 low = static_cast<u64>(v.y) << 32 | v.x, high = static_cast<u64>(v.w) << 32 | v.z;
+    asm volatile("{\n .reg .b128 v;\n mov.b128 v, {%1, %2};\n st.relaxed.gpu.global.b128 [%0], v;\n}" ::"l"(p),
+                 "l"(low), "l"(high)
                  : "memory");
 }
 
@@ -108,7 +111,9 @@ MEGAGEN_DEVICE void st_relaxed_sys(void* p, uint2 v) {
 }
 
 MEGAGEN_DEVICE void st_relaxed_sys(void* p, uint4 v) {
-    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+    const u64 low = static_cast<u64>(v.y) << 32 | v.x, high = static_cast<u64>(v.w) << 32 | v.z;
+    asm volatile("{\n .reg .b128 v;\n mov.b128 v, {%1, %2};\n st.relaxed.sys.global.b128 [%0], v;\n}" ::"l"(p),
+                 "l"(low), "l"(high)
                  : "memory");
 }
 

@@ -32,8 +32,8 @@ inline T load_shared(u32 a, bool remote, Site at) {
     MEGAGEN_DEVICE type name(const void* p, Site at = Site::current()) {                                               \
         return load<type>(p, Scope::scope, Order::order, at);                                                          \
     }
-MEGAGEN_LOAD(ld_relaxed_gpu_v4, uint4, kGpu, kRelaxed)
-MEGAGEN_LOAD(ld_relaxed_sys_v4, uint4, kSys, kRelaxed)
+MEGAGEN_LOAD(ld_relaxed_gpu_b128, uint4, kGpu, kRelaxed)
+MEGAGEN_LOAD(ld_relaxed_sys_b128, uint4, kSys, kRelaxed)
 MEGAGEN_LOAD(ld_relaxed_gpu, u32, kGpu, kRelaxed)
 MEGAGEN_LOAD(ld_relaxed_sys, u32, kSys, kRelaxed)
 MEGAGEN_LOAD(ld_acquire_gpu, u32, kGpu, kAcquire)
@@ -62,13 +62,19 @@ MEGAGEN_STORE(st_global_v2, uint2, kNone, kRelaxed)
 MEGAGEN_STORE(st_global_u32, u32, kNone, kRelaxed)
 MEGAGEN_STORE(st_relaxed_gpu, u32, kGpu, kRelaxed)
 MEGAGEN_STORE(st_relaxed_gpu, uint2, kGpu, kRelaxed)
-MEGAGEN_STORE(st_relaxed_gpu, uint4, kGpu, kRelaxed)
 MEGAGEN_STORE(st_relaxed_sys, u32, kSys, kRelaxed)
 MEGAGEN_STORE(st_relaxed_sys, uint2, kSys, kRelaxed)
-MEGAGEN_STORE(st_relaxed_sys, uint4, kSys, kRelaxed)
 MEGAGEN_STORE(st_release_gpu, u32, kGpu, kRelease)
 MEGAGEN_STORE(st_release_sys, u32, kSys, kRelease)
 #undef MEGAGEN_STORE
+
+// One access of 16 bytes, which arrives at once.
+MEGAGEN_DEVICE void st_relaxed_gpu(void* p, uint4 v, Site at = Site::current()) {
+    emulate::global_store(p, &v, sizeof v, Scope::kGpu, Order::kRelaxed, at, true);
+}
+MEGAGEN_DEVICE void st_relaxed_sys(void* p, uint4 v, Site at = Site::current()) {
+    emulate::global_store(p, &v, sizeof v, Scope::kSys, Order::kRelaxed, at, true);
+}
 
 MEGAGEN_DEVICE void st_global_u16(void* p, u32 v, Site at = Site::current()) {
     store(p, static_cast<u16>(v), Scope::kNone, Order::kRelaxed, at);

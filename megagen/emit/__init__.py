@@ -167,7 +167,7 @@ def _experts(plan: Plan, steps: Sequence[StepPlan]) -> str:
 
 
 def _step(plan: Plan, step: StepPlan) -> Iterator[str]:
-    yield f"ctx.enter({step.index});"
+    yield f"ctx.enter({step.index});" if plan.stamps else f"ctx.step = {step.index};"
     yield from _calls(plan, step)
 
 

@@ -72,10 +72,9 @@ struct Context {
         }
     }
 
-    // The next step of a program. Opaque, or what one step computes from its lane would stay in registers for another.
+    // The next step of a program.
     __device__ __forceinline__ void enter(u32 next) {
         if constexpr (requires { stamps.job(*this); }) stamps.job(*this);
-        lane = ptx::opaque(lane);
         step = next;
     }
 

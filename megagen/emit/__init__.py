@@ -182,8 +182,7 @@ def _calls(plan: Plan, step: StepPlan) -> Iterator[str]:
             call, where = f"ctx.dry_run([&] {{ {call} }});", where + at(step.rehearsal, ", dry run ")
         yield call + where
     elif step.call == "reset":
-        for name in step.writes:
-            yield f"Channel<channel::{camel(name)}>::reset(ctx);{where}"
+        yield f"reset_channels<{', '.join(f'channel::{camel(name)}' for name in step.writes)}>(ctx);{where}"
     elif step.call in ("signal_point", "wait_point"):
         verb = "arrive" if step.call == "signal_point" else "wait"
         yield f"Event<barrier::{camel(step.barriers[0].barrier)}>::{verb}(ctx);{where}"

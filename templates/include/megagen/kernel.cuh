@@ -4,7 +4,7 @@
 // Ring, Accum, Table, Stamps, and init_barriers(ctx).
 #pragma once
 
-#include <megagen/comm/channel.cuh>
+#include <megagen/comm/reset.cuh>
 #include <megagen/debug/stamp.cuh>
 #include <megagen/mma/format.cuh>
 #include <megagen/sync/ring.cuh>

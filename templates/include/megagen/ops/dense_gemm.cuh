@@ -70,7 +70,7 @@ struct DenseGemm {
                 return share_of((r.last - r.first) * kChunks, ctx.block % K::kCluster, K::kCluster);
             }
             constexpr u32 kTeam = team<K::kBlocks>();
-            if constexpr (kTeam > 0) {
+            if constexpr (kTeam > 0 && kChunks > 1) {
                 const u32 chunk = ctx.block / kTeam;
                 if (chunk >= kChunks) return {0, 0};
                 const Range r = share_of(kRowBlocks, ctx.block % kTeam, kTeam);

@@ -110,20 +110,22 @@ def _branches(plan: Plan, kernel: KernelPlan) -> Iterator[_Branch]:
         yield _Branch("", None, _programs(plan, kernel.programs))
         return
     even = plan.machine.registers // (32 * plan.launch.warps) // 8 * 8
-    heads = (f"if (ctx.warp < {WARPGROUP})", "else")
-    for i, (head, n) in enumerate(zip(heads, plan.launch.registers, strict=True)):
+    heads = (f"if (ctx.warp >= {WARPGROUP})", "else")
+    for i, head in zip((1, 0), heads, strict=True):
+        n = plan.launch.registers[i]
         mine = [p for p in kernel.programs if (p.first >= WARPGROUP) == bool(i)]
         yield _Branch(head, ("dec" if n <= even else "inc", n), _programs(plan, mine))
 
 
 def _programs(plan: Plan, programs: Sequence[ProgramPlan]) -> list[_Program]:
-    return [_program(plan, p, k == 0) for k, p in enumerate(programs)]
+    """The last branch's code comes first in the machine code: that is the producer's, whom everybody waits for."""
+    return [_program(plan, p, k == 0) for k, p in enumerate(reversed(programs))]
 
 
 def _program(plan: Plan, program: ProgramPlan, first: bool) -> _Program:
     last = program.first + program.count - 1
     test = (
-        f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp <= {last}"
+        f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp >= {program.first}"
     )  # an else-if: the ones before are gone
     title = f"warp {last}" if program.count == 1 else f"warps {program.first} to {last}"
     return _Program(
@@ -149,11 +151,11 @@ def _lines(plan: Plan, program: ProgramPlan) -> Iterator[str]:
             yield "      break;"
         yield "  }"
         yield "});"
-    for alike, steps in groupby(program.steps[end:], lambda step: _expert_math(plan, step)):
+    for alike, group in groupby(program.steps[end:], lambda step: _expert_math(plan, step)):
         if alike:
-            yield _experts(plan, list(steps))
+            yield _experts(plan, list(group))
         else:
-            for step in steps:
+            for step in group:
                 yield from _step(plan, step)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 _HINTS = {Hint.EVICT_NORMAL: 0, Hint.EVICT_FIRST: 1, Hint.EVICT_LAST: 2}
 WARPGROUP = 4
+EXPERTS = "ExpertGemm"
+STREAM = "load_weights"  # the role of a producer
 UNBOUNDED_WAITS = "MEGAGEN_UNBOUNDED_WAITS"  # a macro of the kernel template, for final timing
 
 
@@ -107,42 +110,81 @@ def _branches(plan: Plan, kernel: KernelPlan) -> Iterator[_Branch]:
         yield _Branch("", None, _programs(plan, kernel.programs))
         return
     even = plan.machine.registers // (32 * plan.launch.warps) // 8 * 8
-    heads = (f"if (ctx.warp < {WARPGROUP})", "else")
-    for i, (head, n) in enumerate(zip(heads, plan.launch.registers, strict=True)):
+    heads = (f"if (ctx.warp >= {WARPGROUP})", "else")
+    for i, head in zip((1, 0), heads, strict=True):
+        n = plan.launch.registers[i]
         mine = [p for p in kernel.programs if (p.first >= WARPGROUP) == bool(i)]
         yield _Branch(head, ("dec" if n <= even else "inc", n), _programs(plan, mine))
 
 
 def _programs(plan: Plan, programs: Sequence[ProgramPlan]) -> list[_Program]:
-    return [_program(plan, p, k == 0) for k, p in enumerate(programs)]
+    """The last branch's code comes first in the machine code: that is the producer's, whom everybody waits for."""
+    return [_program(plan, p, k == 0) for k, p in enumerate(reversed(programs))]
 
 
 def _program(plan: Plan, program: ProgramPlan, first: bool) -> _Program:
     last = program.first + program.count - 1
     test = (
-        f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp <= {last}"
+        f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp >= {program.first}"
     )  # an else-if: the ones before are gone
     title = f"warp {last}" if program.count == 1 else f"warps {program.first} to {last}"
     return _Program(
         head=f"{'if' if first else 'else if'} ({test})",
         title=title,
-        lines=[line for step in program.steps for line in _step(plan, step)],
+        lines=list(_lines(plan, program)),
     )
 
 
+def _lines(plan: Plan, program: ProgramPlan) -> Iterator[str]:
+    """A producer's streams, and what comes between them, share one loop; so do the maths of experts' GEMMs in a row."""
+    streams = [i for i, step in enumerate(program.steps) if step.call == STREAM]
+    first, end = (streams[0], streams[-1] + 1) if streams else (0, 0)
+    for step in program.steps[:first]:
+        yield from _step(plan, step)
+    if streams:
+        steps = program.steps[first:end]
+        yield f"ops::load_streams<{steps[0].index}, {steps[-1].index + 1}>(ctx, [&](ops::StreamState& s) {{"
+        yield "  switch (ctx.step) {"
+        for step in steps:
+            yield f"    case {step.index}:"
+            yield from (f"      {line}" for line in _calls(plan, step))
+            yield "      break;"
+        yield "  }"
+        yield "});"
+    for alike, group in groupby(program.steps[end:], lambda step: _expert_math(plan, step)):
+        if alike:
+            yield _experts(plan, list(group))
+        else:
+            for step in group:
+                yield from _step(plan, step)
+
+
+def _expert_math(plan: Plan, step: StepPlan) -> bool:
+    return step.op is not None and step.call == "math" and plan.op(step.op).struct == EXPERTS
+
+
+def _experts(plan: Plan, steps: Sequence[StepPlan]) -> str:
+    args = [steps[0].index, *steps[0].args, *(f"policy::{camel(step.op)}" for step in steps if step.op)]
+    return f"ops::expert_math<{', '.join(map(str, args))}>(ctx);{at(steps[0].source, '  // ')}"
+
+
 def _step(plan: Plan, step: StepPlan) -> Iterator[str]:
-    where = at(step.source, "  // ")
     yield f"ctx.enter({step.index});" if plan.stamps else f"ctx.step = {step.index};"
+    yield from _calls(plan, step)
+
+
+def _calls(plan: Plan, step: StepPlan) -> Iterator[str]:
+    where = at(step.source, "  // ")
     if step.op is not None:
         op = plan.op(step.op)
         args = f"<{', '.join(map(str, step.args))}>" if step.args else ""
-        call = f"ops::{op.struct}<policy::{camel(op.name)}>::{step.call}{args}(ctx);"
+        given = "ctx, s" if step.call == STREAM else "ctx"
+        call = f"ops::{op.struct}<policy::{camel(op.name)}>::{step.call}{args}({given});"
         if step.rehearsal is not None:
             call, where = f"ctx.dry_run([&] {{ {call} }});", where + at(step.rehearsal, ", dry run ")
         yield call + where
     elif step.call == "reset":
-        for name in step.writes:
-            yield f"Channel<channel::{camel(name)}>::reset(ctx);{where}"
+        yield f"reset_channels<{', '.join(f'channel::{camel(name)}' for name in step.writes)}>(ctx);{where}"
     elif step.call in ("signal_point", "wait_point"):
         verb = "arrive" if step.call == "signal_point" else "wait"
         yield f"Event<barrier::{camel(step.barriers[0].barrier)}>::{verb}(ctx);{where}"

@@ -4,7 +4,7 @@
 // Ring, Accum, Table, Stamps, and init_barriers(ctx).
 #pragma once
 
-#include <megagen/comm/channel.cuh>
+#include <megagen/comm/reset.cuh>
 #include <megagen/debug/stamp.cuh>
 #include <megagen/mma/format.cuh>
 #include <megagen/sync/ring.cuh>
@@ -19,6 +19,8 @@ constexpr u32 kLine = 128; // bytes of a cache line
 constexpr u32 kMostCode =
     (1u << 20) - kLine; // more than kernels have; an L2 prefetch of 1 MB is encoded as one of nothing
 
+constexpr u32 kReady = 1; // the block's barrier at which warps meet who need the others made
+
 constexpr u32 kSettled = 50'000; // ns: far more than a store to another block of the cluster takes
 
 template <class K>
@@ -28,9 +30,9 @@ struct Context {
     using Accum = AccumRing<typename K::Accum>;
 
     const typename K::Params& p;
-    u32 shared = ptx::dynamic_shared();
+    u32 shared = ptx::opaque(ptx::dynamic_shared()); // or every role would find out anew
     u32 block = blockIdx.x;
-    u32 warp = threadIdx.x / 32;
+    u32 warp = __shfl_sync(kFullMask, threadIdx.x / 32, 0); // so that the compiler knows that its lanes stay together
     u32 lane = threadIdx.x % 32;
     u32 tokens = 0;
     u32 context = 0; // tokens in the caches before this launch's
@@ -47,23 +49,32 @@ struct Context {
     __device__ __forceinline__ explicit Context(const typename K::Params& params)
         : p(params) {}
 
-    // Barriers are ready in the whole cluster when this returns.
+    // Barriers are ready in the whole cluster when this returns. The warp that makes them waits for no other: it has
+    // the launch's first weights to ask for.
     __device__ __forceinline__ void begin() {
-        debug::clear(*this);
-        if (threadIdx.x == 0) {
-            K::init_barriers(*this);
-            ptx::fence_mbarrier_init();
+        if (warp == 0) {
+            debug::clear(*this);
+            if (lane == 0) {
+                K::init_barriers(*this);
+                ptx::fence_mbarrier_init();
+                ptx::fence_proxy_async();
+            }
+            __syncwarp();
         }
-        __syncthreads();
         if constexpr (K::kCluster > 1) {
+            __syncthreads();
             ptx::cluster_arrive_relaxed();
             ptx::cluster_wait();
+        } else if (warp == 0) {
+            ptx::bar_arrive(kReady, 32 * K::kWarps);
+        } else {
+            ptx::bar_sync(kReady, 32 * K::kWarps);
         }
     }
 
-    // The next step of a program that is stamped.
+    // The next step of a program.
     __device__ __forceinline__ void enter(u32 next) {
-        stamps.job(*this);
+        if constexpr (requires { stamps.job(*this); }) stamps.job(*this);
         step = next;
     }
 

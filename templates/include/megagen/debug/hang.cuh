@@ -24,11 +24,11 @@ MEGAGEN_DEVICE u32 alarm(const Ctx& ctx) {
     return ctx.shared + Ctx::Kernel::kNotes + Ctx::Kernel::kWarps * kNoteBytes;
 }
 
-// All threads, before the block begins.
+// One warp, before the block begins.
 template <class Ctx>
 MEGAGEN_DEVICE void clear(const Ctx& ctx) {
-    constexpr u32 kWords = (Ctx::Kernel::kWarps + 1) * kNoteBytes / 4;
-    if (threadIdx.x < kWords) ptx::st_shared_u32(ctx.shared + Ctx::Kernel::kNotes + threadIdx.x * 4, 0);
+    if (ctx.lane <= Ctx::Kernel::kWarps)
+        ptx::st_shared_v4(ctx.shared + Ctx::Kernel::kNotes + ctx.lane * kNoteBytes, uint4{0, 0, 0, 0});
 }
 
 // Whole warp. kFar: lanes wait for different things, and the first that lacks its own is the one reported.

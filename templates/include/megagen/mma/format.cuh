@@ -92,8 +92,9 @@ template <>
 struct Format<WeightFormat::kNvfp4> {
     static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k / 2 + k; }
 
-    MEGAGEN_DEVICE u32 scale_pair(u32 scales, u32 byte) {
-        return (ptx::prmt(scales, 0, byte * 0x1111u) & 0x0ff00ff0u) | 0x70007000u;
+    // `exponent`: of 2^97, in a register; beside another constant it would take an instruction of its own.
+    MEGAGEN_DEVICE u32 scale_pair(u32 scales, u32 byte, u32 exponent) {
+        return (ptx::prmt(scales, 0, byte * 0x1111u) & 0x0ff00ff0u) | exponent;
     }
 
     template <u32 kGroups, u32 kTiles>
@@ -113,18 +114,20 @@ struct Format<WeightFormat::kNvfp4> {
 #pragma unroll
             for (u32 i = 0; i < kGroups / 2; ++i) scales[i] = ptx::ld_shared_u32(scale_base + 4 * i);
         }
+        const u32 exponent = ptx::opaque(0x70007000u);
 #pragma unroll
         for (u32 q = 0; q < kGroups; ++q)
-            group<kTiles>(acc.c[q % 2], ptx::ld_shared_v4(slice + (q * 32 + lane) * 16), scales[q / 2], q % 2, b[q]);
+            group<kTiles>(acc.c[q % 2], ptx::ld_shared_v4(slice + (q * 32 + lane) * 16), scales[q / 2], q % 2, b[q],
+                          exponent);
     }
 
     // c += one group of A * its B. scales: of this group and its neighbour, `which` of them it is.
     template <u32 kTiles>
     MEGAGEN_DEVICE void group(float (&c)[kTiles][4], uint4 w, u32 scales, u32 which,
-                              const u32 (&b)[kTiles][kGroupWords]) {
+                              const u32 (&b)[kTiles][kGroupWords], u32 exponent) {
         constexpr u32 kMask = 0x81c081c0u;
         const u32 words[4] = {w.x, w.y, w.z, w.w};
-        const u32 low = scale_pair(scales, which * 2), high = scale_pair(scales, which * 2 + 1);
+        const u32 low = scale_pair(scales, which * 2, exponent), high = scale_pair(scales, which * 2 + 1, exponent);
 #pragma unroll
         for (u32 j = 0; j < 4; ++j) {
             const u32 x = words[j];

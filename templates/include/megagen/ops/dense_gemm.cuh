@@ -70,7 +70,7 @@ struct DenseGemm {
                 return share_of((r.last - r.first) * kChunks, ctx.block % K::kCluster, K::kCluster);
             }
             constexpr u32 kTeam = team<K::kBlocks>();
-            if constexpr (kTeam > 0) {
+            if constexpr (kTeam > 0 && kChunks > 1) {
                 const u32 chunk = ctx.block / kTeam;
                 if (chunk >= kChunks) return {0, 0};
                 const Range r = share_of(kRowBlocks, ctx.block % kTeam, kTeam);
@@ -98,12 +98,26 @@ struct DenseGemm {
             const Unit u = unit(ctx, i);
             return Op::weight(ctx.p) + static_cast<u64>(u.chunk * kRowBlocks + u.row_block) * Op::kStageBytes;
         }
+
+        MEGAGEN_DEVICE u32 count_of(const Range& run) { return run.last - run.first; }
+
+        template <class Ctx>
+        MEGAGEN_DEVICE Stretch stretch(const Ctx& ctx, const Range& run, u32 i) {
+            u32 at = run.first + i, stages = run.last - at;
+            if constexpr (kClustered) { // not from one chunk to the next
+                const Range blocks = row_blocks(ctx);
+                const u32 width = blocks.last - blocks.first, chunk = at / width;
+                stages = (chunk + 1) * width - at;
+                at = chunk * kRowBlocks + blocks.first + at % width;
+            }
+            return {Op::weight(ctx.p) + static_cast<u64>(at) * Op::kStageBytes, stages};
+        }
     };
     using Stream = WeightStream<Tiles, Op::kStageBytes, static_cast<Hint>(Op::kHint)>;
 
     template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
-    MEGAGEN_DEVICE void load_weights(Ctx& ctx) {
-        Stream::template load<kFirst, kLast, kInFlight>(ctx);
+    MEGAGEN_DEVICE void load_weights(Ctx& ctx, StreamState& s) {
+        Stream::template next<kFirst, kLast, kInFlight>(ctx, s);
     }
 
     template <u32 kFirst, u32 kLast, class Ctx>

@@ -30,6 +30,52 @@ concept ExpertGemmPolicy = requires {
     &Op::weight;
 };
 
+// Tiles of a block in the order in which it works: a share of the entries that come first, then one of the others.
+template <u32 kOf>
+struct TileRun {
+    static constexpr u32 kParts = kOf;
+    Range part[kParts];
+
+    __device__ __forceinline__ Range of(u32 i) const { return i == 0 ? part[0] : part[kParts - 1]; }
+    __device__ __forceinline__ u32 count() const {
+        u32 n = part[0].last - part[0].first;
+        if constexpr (kParts > 1) n += part[1].last - part[1].first;
+        return n;
+    }
+    __device__ __forceinline__ u32 tile(u32 i) const {
+        const u32 n = part[0].last - part[0].first;
+        if constexpr (kParts > 1) return i < n ? part[0].first + i : part[1].first + i - n;
+        return part[0].first + i;
+    }
+};
+
+// Its tiles, those of one table entry at a time.
+template <class Run>
+struct TileWalk {
+    Run run;
+    u32 part = 0;
+    u32 tile = 0;
+    u32 used = 0; // the entry at hand and how many tiles of it
+    u32 count = 0;
+
+    __device__ __forceinline__ void begin(const Run& all) {
+        run = all;
+        part = 0;
+        tile = all.of(0).first;
+    }
+
+    __device__ __forceinline__ bool next(u32 tiles_per_expert) {
+        while (Run::kParts > 1 && part + 1 < Run::kParts && tile >= run.of(part).last) tile = run.of(++part).first;
+        const u32 last = run.of(part).last;
+        if (tile >= last) return false;
+        used = tile / tiles_per_expert;
+        const u32 end = (used + 1) * tiles_per_expert;
+        count = (end < last ? end : last) - tile;
+        tile += count;
+        return true;
+    }
+};
+
 // Besides: scale(params), where the format has second-level scales.
 template <ExpertGemmPolicy Op>
 struct ExpertGemm {
@@ -47,34 +93,18 @@ struct ExpertGemm {
 
     using Past = Guess<typename Op::Table::Description>;
 
-    // Tiles of a block in the order in which it works: a share of the entries that come first, then one of the others.
-    struct Run {
-        static constexpr u32 kParts = Past::kFirst ? 2 : 1;
-        Range part[kParts];
-
-        __device__ __forceinline__ Range of(u32 i) const { return i == 0 ? part[0] : part[kParts - 1]; }
-        __device__ __forceinline__ u32 count() const {
-            u32 n = part[0].last - part[0].first;
-            if constexpr (kParts > 1) n += part[1].last - part[1].first;
-            return n;
-        }
-        __device__ __forceinline__ u32 tile(u32 i) const {
-            const u32 n = part[0].last - part[0].first;
-            if constexpr (kParts > 1) return i < n ? part[0].first + i : part[1].first + i - n;
-            return part[0].first + i;
-        }
-    };
+    using Run = TileRun<Past::kFirst ? 2 : 1>;
 
     struct Tiles {
         template <class Ctx>
         MEGAGEN_DEVICE Run run(const Ctx& ctx) {
             const ExpertTable table = Op::Table::get(ctx);
-            const u32 all = table.used() * kTilesPerExpert;
+            const u32 all = table.used(ctx.dry) * kTilesPerExpert;
             const Range mine = share_of(all, ctx.block, Ctx::Kernel::kBlocks);
             if constexpr (!Past::kFirst) {
                 return {{mine}};
             } else {
-                const u32 some = table.ahead() * kTilesPerExpert;
+                const u32 some = table.ahead(ctx.dry) * kTilesPerExpert;
                 const Range ahead = share_of(some, ctx.block, Ctx::Kernel::kBlocks);
                 // In all as many as without them, where each block has one of the others; else these are dealt alike.
                 if (all - some < Ctx::Kernel::kBlocks) {
@@ -98,13 +128,37 @@ struct ExpertGemm {
                               i % kStagesPerTile;
             return Op::weight(ctx.p) + stage * Op::kStageBytes;
         }
+
+        MEGAGEN_DEVICE u32 count_of(const Run& run) { return run.count() * kStagesPerTile; }
+
+        // An entry's tiles lie in a row.
+        template <class Ctx>
+        MEGAGEN_DEVICE Stretch stretch(const Ctx& ctx, const Run& run, u32 i) {
+            const u32 tile = run.tile(i / kStagesPerTile), of = tile % kTilesPerExpert;
+            u32 tiles = kTilesPerExpert - of;
+            if constexpr (Run::kParts > 1) {
+                if (tile < run.part[0].last && tiles > run.part[0].last - tile) tiles = run.part[0].last - tile;
+            }
+            const u32 expert = Op::Table::get(ctx).expert(tile / kTilesPerExpert, ctx.dry);
+            const u64 stage = static_cast<u64>(expert * kTilesPerExpert + of) * kStagesPerTile + i % kStagesPerTile;
+            return {Op::weight(ctx.p) + stage * Op::kStageBytes, tiles * kStagesPerTile - i % kStagesPerTile};
+        }
     };
     using Stream = WeightStream<Tiles, Op::kStageBytes, static_cast<Hint>(Op::kHint)>;
 
+    // All wait for the first stage: where it lies is looked up once before there is a table, so that the code is at
+    // hand.
     template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
-    MEGAGEN_DEVICE void load_weights(Ctx& ctx) {
-        if (!Op::Table::wait(ctx)) return;
-        Stream::template load<kFirst, kLast, kInFlight>(ctx);
+    MEGAGEN_DEVICE void load_weights(Ctx& ctx, StreamState& s) {
+        ctx.dry = ptx::opaque(s.done == 0) != 0;
+#pragma unroll 1
+        for (;;) {
+            Stream::template next<kFirst, kLast, kInFlight>(ctx, s);
+            if (!ctx.dry) return;
+            ctx.dry = ptx::opaque(0) != 0;
+            s.next.stages = 0;
+            if (!Op::Table::wait(ctx)) return;
+        }
     }
 
     template <u32 kFirst, u32 kLast, class Ctx>
@@ -137,40 +191,23 @@ struct ExpertGemm {
         ctx.stamps.prefetches(ctx, (mine.last - mine.first) * Op::kStageBytes);
     }
 
-    // A run's tiles, those of one table entry at a time.
-    struct Walk {
-        Run run;
-        u32 part = 0;
-        u32 tile;
-        u32 used = 0; // the entry at hand and how many tiles of it
-        u32 count = 0;
+    using Walk = TileWalk<Run>;
+    using Operand = u32[kStagesPerTile][kGroups][1][kGroupWords];
 
-        __device__ __forceinline__ explicit Walk(const Run& all)
-            : run(all)
-            , tile(all.of(0).first) {}
+    // An op's part of expert_math: before its first entry, and from one entry to the next, whose inputs it loads.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool begin_math(Ctx& ctx, Walk& walk) {
+        if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return false;
+        walk.begin(Tiles::run(ctx));
+        return true;
+    }
 
-        __device__ __forceinline__ bool next() {
-            while (Run::kParts > 1 && part + 1 < Run::kParts && tile >= run.of(part).last) tile = run.of(++part).first;
-            const u32 last = run.of(part).last;
-            if (tile >= last) return false;
-            used = tile / kTilesPerExpert;
-            const u32 end = (used + 1) * kTilesPerExpert;
-            count = (end < last ? end : last) - tile;
-            tile += count;
-            return true;
-        }
-    };
-
-    template <u32 kFirstWarp, class Ctx>
-    MEGAGEN_DEVICE void math(Ctx& ctx) {
-        if (!Op::Table::wait(ctx) || !Op::In::wait(ctx)) return;
-        const ExpertTable table = Op::Table::get(ctx);
-        Walk walk(Tiles::run(ctx));
-        const u32 slice = ctx.warp - kFirstWarp;
-#pragma unroll 1
-        while (walk.next()) {
-            if (!expert_math(ctx, table, walk, slice)) return;
-        }
+    template <class Ctx>
+    MEGAGEN_DEVICE bool next_entry(Ctx& ctx, Walk& walk, u32 slice, Operand& b) {
+        if (!walk.next(kTilesPerExpert)) return false;
+        const u32 row[1] = {input_of(ctx, Op::Table::get(ctx), walk.used, slice)};
+        return load_operand<typename Op::In, kStagesPerTile * kGroups, 1>(
+            ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; });
     }
 
     // Where this lane's part of an entry's inputs begins. A column without a token multiplies the first one's: nobody
@@ -185,12 +222,7 @@ struct ExpertGemm {
 
     // The tiles of one table entry: its tokens stay in registers.
     template <class Ctx>
-    MEGAGEN_DEVICE bool expert_math(Ctx& ctx, const ExpertTable& table, const Walk& walk, u32 slice) {
-        const u32 row[1] = {input_of(ctx, table, walk.used, slice)}, n = walk.count;
-        u32 b[kStagesPerTile][kGroups][1][kGroupWords];
-        if (!load_operand<typename Op::In, kStagesPerTile * kGroups, 1>(
-                ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }))
-            return false;
+    MEGAGEN_DEVICE bool multiply_entry(Ctx& ctx, u32 n, u32 slice, const Operand& b) {
 #pragma unroll 1
         for (u32 i = 0; i < n; ++i) {
             if constexpr (kBlocksPerStage == 1) {
@@ -307,5 +339,60 @@ struct ExpertGemm {
         return true;
     }
 };
+
+// Of several ops the n-th one's part of expert_math.
+template <class First, class... Rest>
+struct ExpertMath {
+    using Gemm = ExpertGemm<First>;
+
+    template <class Ctx, class Walk>
+    MEGAGEN_DEVICE bool begin(Ctx& ctx, u32 n, Walk& walk) {
+        if constexpr (sizeof...(Rest) > 0) {
+            if (n > 0) return ExpertMath<Rest...>::begin(ctx, n - 1, walk);
+        }
+        return Gemm::begin_math(ctx, walk);
+    }
+
+    template <class Ctx, class Walk>
+    MEGAGEN_DEVICE bool next(Ctx& ctx, u32 n, Walk& walk, u32 slice, typename Gemm::Operand& b) {
+        if constexpr (sizeof...(Rest) > 0) {
+            if (n > 0) return ExpertMath<Rest...>::next(ctx, n - 1, walk, slice, b);
+        }
+        return Gemm::next_entry(ctx, walk, slice, b);
+    }
+};
+
+// Tiles of one go through the same code as those of the other.
+template <class A, class B>
+constexpr bool kAlike =
+    ExpertGemm<A>::kFormat == ExpertGemm<B>::kFormat && ExpertGemm<A>::kGroups == ExpertGemm<B>::kGroups &&
+    ExpertGemm<A>::kBlocksPerStage == ExpertGemm<B>::kBlocksPerStage &&
+    ExpertGemm<A>::kStagesPerTile == ExpertGemm<B>::kStagesPerTile &&
+    ExpertGemm<A>::Run::kParts == ExpertGemm<B>::Run::kParts;
+
+// Role math of one op after the other, which are steps kStep, kStep + 1, ... Their tiles pass through the same machine
+// code where they are alike: there is half as much of it to fetch.
+template <u32 kStep, u32 kFirstWarp, ExpertGemmPolicy First, ExpertGemmPolicy... Rest, class Ctx>
+MEGAGEN_DEVICE void expert_math(Ctx& ctx) {
+    if constexpr (!(kAlike<First, Rest> && ...)) {
+        expert_math<kStep, kFirstWarp, First>(ctx);
+        expert_math<kStep + 1, kFirstWarp, Rest...>(ctx);
+    } else {
+        using Gemm = ExpertGemm<First>;
+        using Each = ExpertMath<First, Rest...>;
+        const u32 slice = ctx.warp - kFirstWarp;
+#pragma unroll 1
+        for (u32 n = 0; n < 1 + sizeof...(Rest); ++n) {
+            ctx.enter(kStep + n);
+            typename Gemm::Walk walk;
+            bool more = Each::begin(ctx, n, walk);
+#pragma unroll 1
+            while (more) {
+                typename Gemm::Operand b;
+                more = Each::next(ctx, n, walk, slice, b) && Gemm::multiply_entry(ctx, walk.count, slice, b);
+            }
+        }
+    }
+}
 
 } // namespace megagen::ops

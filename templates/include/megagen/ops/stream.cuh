@@ -1,6 +1,7 @@
 // The weight side of a GEMM: which stages a block loads, into the ring or into L2. Shared by the GEMM op kinds.
 //
-// Tiles: count(ctx) stages of this block, and source(ctx, i), the address of the i-th.
+// Tiles: count(ctx) stages of this block, and source(ctx, i), the address of the i-th; run(ctx), something of which
+// count_of(run) makes the same number and stretch(ctx, run, i) the stages from the i-th on that lie in a row.
 #pragma once
 
 #include <megagen/kernel.cuh>
@@ -9,19 +10,90 @@ namespace megagen::ops {
 
 constexpr u32 kWhole = 1024; // shares of a block's stages are given in 1/1024
 
+// Stages that lie one after the other in memory.
+struct Stretch {
+    const u8* at;
+    u32 stages; // none: the stream has ended
+};
+
+// Where the loop over streams is in a step's stream, and how it is to load.
+struct StreamState {
+    Stretch next = {nullptr, 0};
+    u32 done = 0; // stages of this stream
+    u32 bytes;
+    u32 in_flight; // at most so many on their way at once
+    Hint hint;
+};
+
+// Producer warp. Waits for the slot, and until fewer than in_flight earlier stages are still under way. The first time
+// round slots are free.
+template <class Ctx>
+MEGAGEN_DEVICE bool load_stage(Ctx& ctx, const StreamState& s) {
+    using Policy = typename Ctx::Kernel::Ring;
+    using Ring = typename Ctx::Ring;
+    constexpr u32 kStages = Policy::kStages;
+    const u32 slot = ctx.ring.slot, phase = ctx.ring.phase;
+    if (ctx.ring_loads >= kStages && !Ring::Empty::wait(ctx, slot, phase ^ 1)) return false;
+    if (s.in_flight < kStages && ctx.ring_loads >= s.in_flight) {
+        const bool wrapped = slot < s.in_flight;
+        if (!Ring::Full::wait(ctx, slot + (wrapped ? kStages : 0) - s.in_flight, phase ^ (wrapped ? 1 : 0)))
+            return false;
+    }
+    if (ctx.dead) return false;
+    if (ctx.lane == 0) {
+        const u32 bar = Ring::Full::address(ctx, slot), to = Ring::stage(ctx);
+        ptx::mbarrier_arrive_expect_tx(bar, s.bytes);
+        if (s.hint == Hint::kEvictNormal)
+            ptx::bulk_load(to, s.next.at, s.bytes, bar);
+        else if (s.hint == Hint::kEvictLast)
+            ptx::bulk_load_hint(to, s.next.at, s.bytes, bar, ptx::policy_evict_last());
+        else
+            ptx::bulk_load_hint(to, s.next.at, s.bytes, bar, ptx::policy_evict_first());
+    }
+    __syncwarp();
+    ctx.stamps.loads(ctx, Policy::Full::kIndex, slot, s.bytes);
+    ctx.ring.advance();
+    ++ctx.ring_loads;
+    return true;
+}
+
+// Steps kFirst .. kEnd - 1 of the producer's program, its streams and what comes between them: all in the machine code
+// of one loop, which is at hand after the first stream. `next(s)` finds the next stretch of the stream of ctx.step; of
+// another step it does what the step says, and leaves none.
+template <u32 kFirst, u32 kEnd, class Ctx, class Next>
+MEGAGEN_DEVICE void load_streams(Ctx& ctx, Next next) {
+#pragma unroll 1
+    for (u32 step = kFirst; step < kEnd; ++step) {
+        ctx.enter(step);
+        StreamState s;
+#pragma unroll 1
+        for (;;) {
+            s.next.stages = 0;
+            ctx.block = ptx::opaque(ctx.block); // or all streams' shares would be found before the first load
+            next(s);
+            if (s.next.stages == 0) break;
+            s.done += s.next.stages;
+#pragma unroll 1
+            for (; s.next.stages > 0 && load_stage(ctx, s); --s.next.stages) s.next.at += s.bytes;
+            if (ctx.dead) break;
+        }
+    }
+}
+
 template <class Tiles, u32 kBytes, Hint kHint>
 struct WeightStream {
     static_assert(kBytes < 1u << 20, "an L2 prefetch of 1 MB is encoded as one of nothing");
 
-    // Stages [first, last) of this block, in shares, at most kInFlight on their way at once.
+    // The next stretch of stages [first, last) of this block, in shares, at most kInFlight on their way at once.
     template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
-    MEGAGEN_DEVICE void load(Ctx& ctx) {
-        const u32 n = Tiles::count(ctx);
-        const u32 last = n * kLast / kWhole;
-        const u64 policy = cache_policy<kHint>();
-#pragma unroll 1
-        for (u32 i = n * kFirst / kWhole; i < last; ++i)
-            if (!Ctx::Ring::template load<kInFlight, kHint>(ctx, {{Tiles::source(ctx, i), kBytes}}, policy)) return;
+    MEGAGEN_DEVICE void next(const Ctx& ctx, StreamState& s) {
+        const auto run = Tiles::run(ctx);
+        const u32 n = Tiles::count_of(run);
+        const u32 i = n * kFirst / kWhole + s.done, last = n * kLast / kWhole;
+        s.bytes = kBytes, s.in_flight = kInFlight, s.hint = kHint;
+        if (i >= last) return;
+        s.next = Tiles::stretch(ctx, run, i);
+        if (s.next.stages > last - i) s.next.stages = last - i;
     }
 
     template <u32 kFirst, u32 kLast, Hint kL2Hint, class Ctx>

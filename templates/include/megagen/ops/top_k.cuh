@@ -24,9 +24,12 @@ struct ExpertTable {
 
     u32 base;
 
-    __device__ __forceinline__ u32 used() const { return ptx::ld_shared_u32(base + kUsed); }
-    __device__ __forceinline__ u32 ahead() const { return ptx::ld_shared_u32(base + kAhead); }
-    __device__ __forceinline__ u32 expert(u32 i) const { return ptx::ld_shared_u16(base + kExpert + 2 * i); }
+    // Where `any`, there may be no table yet, and nobody cares.
+    __device__ __forceinline__ u32 used(bool any = false) const { return ptx::ld_shared_u32(base + kUsed, any); }
+    __device__ __forceinline__ u32 ahead(bool any = false) const { return ptx::ld_shared_u32(base + kAhead, any); }
+    __device__ __forceinline__ u32 expert(u32 i, bool any = false) const {
+        return ptx::ld_shared_u16(base + kExpert + 2 * (any ? 0 : i), any);
+    }
     __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u16(base + kCount + 2 * i); }
     __device__ __forceinline__ u32 entry(u32 i, u32 column) const {
         return ptx::ld_shared_u16(base + kEntries + (i * kColumns + column) * 2);

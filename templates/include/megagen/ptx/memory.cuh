@@ -186,6 +186,9 @@ MEGAGEN_DEVICE u32 ld_shared_u32(u32 a) {
     return v;
 }
 
+// As of four.
+MEGAGEN_DEVICE u32 ld_shared_u32(u32 a, bool any) { return ld_shared_u32(a); }
+
 // Another warp may write the word just now.
 MEGAGEN_DEVICE u32 ld_relaxed_shared_u32(u32 a) {
     u32 v;
@@ -198,6 +201,8 @@ MEGAGEN_DEVICE u32 ld_shared_u16(u32 a) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(a) : "memory");
     return v;
 }
+
+MEGAGEN_DEVICE u32 ld_shared_u16(u32 a, bool any) { return ld_shared_u16(a); }
 
 MEGAGEN_DEVICE float ld_shared_f32(u32 a) {
     float v;

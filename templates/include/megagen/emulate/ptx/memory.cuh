@@ -120,6 +120,10 @@ MEGAGEN_DEVICE u32 ld_relaxed_shared_u32(u32 a, Site at = Site::current()) { ret
 
 MEGAGEN_DEVICE u32 ld_shared_u16(u32 a, Site at = Site::current()) { return load_shared<u16>(a, false, at); }
 
+MEGAGEN_DEVICE u32 ld_shared_u32(u32 a, bool any, Site at = Site::current()) { return any ? 0 : ld_shared_u32(a, at); }
+
+MEGAGEN_DEVICE u32 ld_shared_u16(u32 a, bool any, Site at = Site::current()) { return any ? 0 : ld_shared_u16(a, at); }
+
 MEGAGEN_DEVICE float ld_shared_f32(u32 a, Site at = Site::current()) { return load_shared<float>(a, false, at); }
 
 MEGAGEN_DEVICE void st_shared_f4(u32 a, float4 v, Site at = Site::current()) {

@@ -31,63 +31,81 @@ struct Residual {
 
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
-        const u32 slice = ctx.warp - kFirstWarp;
+        const u32 slice = (ctx.warp - kFirstWarp) % kSlices;
         const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last) return;
+        fetch(ctx, slice);
+        if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
+#pragma unroll 1
+        for (u32 token = mine.first; token < mine.last; ++token) {
+            if (!row(ctx, token, slice, (token - mine.first) * kRounds)) return;
+        }
+    }
+
+    // Everything but the branch is on its way before it is wanted.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool row(Ctx& ctx, u32 token, u32 slice, u32 round) {
         // Constant distances from one address: many addresses would stay in registers.
-        const u32 first = Slice::element(slice, ctx.lane, 0);
+        const u32 first = Slice::element(slice, ctx.lane, 0), row = token * Op::kWidth + first;
+        const auto element = [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; };
+        const auto half = [&](u32 i) { return static_cast<u64>(row) + (i / 2 * Slice::kStep + i % 2 * 4); };
+        const auto at = [&](u32 i) { return i / 2 * Slice::kStep + i % 2 * 4; };
         const u8* gates = Op::gate(ctx.p) + first * 4;
         float gain[kScaled ? kN : 1][8];
         if constexpr (kScaled) {
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) load_gain(Op::gain(ctx.p) + first * 4, i * Slice::kStep, gain[i]);
         }
-        fetch(ctx, slice);
-        if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
-#pragma unroll 1
-        for (u32 token = mine.first; token < mine.last; ++token) {
-            const u32 round = (token - mine.first) * kRounds;
-            const u32 row = token * Op::kWidth + first;
-            const auto element = [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; };
-            const auto half = [&](u32 i) { return static_cast<u64>(row) + (i / 2 * Slice::kStep + i % 2 * 4); };
-            uint4 s[2 * kN];
-            float n[kN][8];
-            // The stream has been there for long; where contributions take many registers, it comes after them.
-            if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half)) return;
-            if (!branch(ctx, element, n)) return;
-            if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half)) return;
-            Op::Stream::template release<2 * kN>(ctx, true, half);
-            float square[1] = {0};
+        uint4 s[2 * kN];
+        float n[kN][8] = {};
+        // The stream has been there for long; where contributions take many registers, it comes after them.
+        if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half)) return false;
+        if (!branch(ctx, element, n)) return false;
+        if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half)) return false;
+        Op::Stream::template release<2 * kN>(ctx, true, half);
+        float square[1] = {0};
 #pragma unroll
-            for (u32 i = 0; i < kN; ++i) {
+        for (u32 i = 0; i < kN; ++i) {
 #pragma unroll
-                for (u32 e = 0; e < 8; ++e) {
-                    if constexpr (kScaled) n[i][e] *= gain[i][e];
-                    square[0] = fmaf(n[i][e], n[i][e], square[0]);
-                }
-            }
-            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round, square)) return;
-            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
-            square[0] = 0;
-#pragma unroll
-            for (u32 i = 0; i < 2 * kN; ++i) {
-                const u32 at = i / 2 * Slice::kStep + i % 2 * 4;
-                s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, ptx::ld_constant_f4(gates + at * 4),
-                           ptx::ld_constant_f4(gates + (Op::kWidth + at) * 4));
-                Op::Out::send(ctx, token, first + at, s[i]);
-                if constexpr (kNorms) {
-                    float x[4];
-                    unpack<4>(s[i], x);
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
-                }
-            }
-            Op::Out::publish(ctx);
-            if constexpr (kNorms) {
-                if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + 1, square)) return;
-                norm(ctx, token, first, s, rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kNextEps));
+            for (u32 e = 0; e < 8; ++e) {
+                if constexpr (kScaled) n[i][e] *= gain[i][e];
+                square[0] = fmaf(n[i][e], n[i][e], square[0]);
             }
         }
+        // Half of the gates come during the sum, the others while those are used: registers allow no more.
+        float4 alpha[2 * kN], beta[2 * kN];
+        const auto load_gates = [&](u32 from, u32 to) {
+#pragma unroll
+            for (u32 i = from; i < to; ++i) {
+                alpha[i] = load_here(gates + at(i) * 4);
+                beta[i] = load_here(gates + (Op::kWidth + at(i)) * 4);
+            }
+        };
+        load_gates(0, kN);
+        if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round, square)) return false;
+        load_gates(kN, 2 * kN);
+        const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
+        square[0] = 0;
+#pragma unroll
+        for (u32 i = 0; i < 2 * kN; ++i) {
+            s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, alpha[i], beta[i]);
+            Op::Out::send(ctx, token, first + at(i), s[i]);
+            if constexpr (kNorms) {
+                float x[4];
+                unpack<4>(s[i], x);
+#pragma unroll
+                for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
+            }
+        }
+        Op::Out::publish(ctx);
+        if constexpr (kNorms) {
+            float next[kN][8];
+#pragma unroll
+            for (u32 i = 0; i < kN; ++i) load_gain(Op::next_gain(ctx.p) + first * 4, i * Slice::kStep, next[i]);
+            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + 1, square)) return false;
+            norm(ctx, token, first, s, next, rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kNextEps));
+        }
+        return true;
     }
 
     // What is wanted after the first sum has come from HBM by then.
@@ -112,17 +130,24 @@ struct Residual {
         } else {
             constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
             constexpr u32 kBatch = kN % 2 ? 1 : 2; // vectors on their way at once, as registers allow
-#pragma unroll
+#pragma unroll 1
             for (u32 i = 0; i < kN; i += kBatch) {
                 uint4 v[kBatch * Op::kParts];
                 if (!Op::In::read(ctx, v, true,
                                   [&](u32 j) { return element(i + j / Op::kParts) + j % Op::kParts * kPartStride; }))
                     return false;
 #pragma unroll
-                for (u32 j = 0; j < kBatch; ++j) sum_parts<Op::kParts>(v + j * Op::kParts, n[i + j]);
+                for (u32 j = 0; j < kN - kBatch; ++j) copy(n[j + kBatch], n[j]);
+#pragma unroll
+                for (u32 j = 0; j < kBatch; ++j) sum_parts<Op::kParts>(v + j * Op::kParts, n[kN - kBatch + j]);
             }
         }
         return true;
+    }
+
+    MEGAGEN_DEVICE void copy(const float (&from)[8], float (&to)[8]) {
+#pragma unroll
+        for (u32 e = 0; e < 8; ++e) to[e] = from[e];
     }
 
     MEGAGEN_DEVICE uint4 mix(uint4 old, const float* n, float r, float4 alpha, float4 beta) {
@@ -134,18 +159,17 @@ struct Residual {
     }
 
     template <class Ctx>
-    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], float r) {
+    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], const float (&gain)[kN][8], float r) {
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
-            float gain[8], low[4], high[4];
-            load_gain(Op::next_gain(ctx.p) + first * 4, i * Slice::kStep, gain);
+            float low[4], high[4];
             unpack<4>(s[2 * i], low);
             unpack<4>(s[2 * i + 1], high);
             u32 word[4];
 #pragma unroll
             for (u32 e = 0; e < 2; ++e) {
-                word[e] = ptx::cvt_bf16x2(low[2 * e] * r * gain[2 * e], low[2 * e + 1] * r * gain[2 * e + 1]);
-                word[2 + e] = ptx::cvt_bf16x2(high[2 * e] * r * gain[4 + 2 * e], high[2 * e + 1] * r * gain[5 + 2 * e]);
+                word[e] = ptx::cvt_bf16x2(low[2 * e] * r * gain[i][2 * e], low[2 * e + 1] * r * gain[i][2 * e + 1]);
+                word[2 + e] = ptx::cvt_bf16x2(high[2 * e] * r * gain[i][4 + 2 * e], high[2 * e + 1] * r * gain[i][5 + 2 * e]);
             }
             Op::Normed::send(ctx, token, first + i * Slice::kStep, uint4{word[0], word[1], word[2], word[3]});
         }

@@ -81,9 +81,8 @@ struct Residual {
                 beta[i] = load_here(gates + (Op::kWidth + at(i)) * 4);
             }
         };
-        load_gates(0, kN);
+        load_gates(0, 2 * kN);
         if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round, square)) return false;
-        load_gates(kN, 2 * kN);
         const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
         square[0] = 0;
 #pragma unroll

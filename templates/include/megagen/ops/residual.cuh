@@ -31,7 +31,7 @@ struct Residual {
 
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
-        const u32 slice = (ctx.warp - kFirstWarp) % kSlices;
+        const u32 slice = ctx.warp - kFirstWarp;
         const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last) return;
         fetch(ctx, slice);
@@ -47,7 +47,6 @@ struct Residual {
     MEGAGEN_DEVICE bool row(Ctx& ctx, u32 token, u32 slice, u32 round) {
         // Constant distances from one address: many addresses would stay in registers.
         const u32 first = Slice::element(slice, ctx.lane, 0), row = token * Op::kWidth + first;
-        const auto element = [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; };
         const auto half = [&](u32 i) { return static_cast<u64>(row) + (i / 2 * Slice::kStep + i % 2 * 4); };
         const auto at = [&](u32 i) { return i / 2 * Slice::kStep + i % 2 * 4; };
         const u8* gates = Op::gate(ctx.p) + first * 4;
@@ -60,7 +59,7 @@ struct Residual {
         float n[kN][8] = {};
         // The stream has been there for long; where contributions take many registers, it comes after them.
         if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half)) return false;
-        if (!branch(ctx, element, n)) return false;
+        if (!branch(ctx, ptx::opaque(row), n)) return false;
         if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half)) return false;
         Op::Stream::template release<2 * kN>(ctx, true, half);
         float square[1] = {0};
@@ -72,39 +71,46 @@ struct Residual {
                 square[0] = fmaf(n[i][e], n[i][e], square[0]);
             }
         }
-        // Half of the gates come during the sum, the others while those are used: registers allow no more.
-        float4 alpha[2 * kN], beta[2 * kN];
-        const auto load_gates = [&](u32 from, u32 to) {
-#pragma unroll
-            for (u32 i = from; i < to; ++i) {
-                alpha[i] = load_here(gates + at(i) * 4);
-                beta[i] = load_here(gates + (Op::kWidth + at(i)) * 4);
-            }
-        };
-        load_gates(0, 2 * kN);
-        if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round, square)) return false;
-        const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
-        square[0] = 0;
+        float4 factor[4 * kN]; // the gate's, then the second norm's: on their way during the sum before
 #pragma unroll
         for (u32 i = 0; i < 2 * kN; ++i) {
-            s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, alpha[i], beta[i]);
-            Op::Out::send(ctx, token, first + at(i), s[i]);
+            factor[2 * i] = load_here(gates + at(i) * 4);
+            factor[2 * i + 1] = load_here(gates + (Op::kWidth + at(i)) * 4);
+        }
+#pragma unroll 1
+        for (u32 i = 0;; ++i) { // both sums in one piece of code
+            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + i, square)) return false;
+            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + eps(i));
             if constexpr (kNorms) {
-                float x[4];
-                unpack<4>(s[i], x);
+                if (i != 0) {
+                    norm(ctx, token, first, s, factor, r);
+                    return true;
+                }
+            }
+            square[0] = 0;
 #pragma unroll
-                for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
+            for (u32 i = 0; i < 2 * kN; ++i) {
+                s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, factor[2 * i], factor[2 * i + 1]);
+                Op::Out::send(ctx, token, first + at(i), s[i]);
+                if constexpr (kNorms) {
+                    float x[4];
+                    unpack<4>(s[i], x);
+#pragma unroll
+                    for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
+                }
+            }
+            Op::Out::publish(ctx);
+            if constexpr (!kNorms) return true;
+            if constexpr (kNorms) {
+#pragma unroll
+                for (u32 i = 0; i < 2 * kN; ++i) factor[i] = load_here(Op::next_gain(ctx.p) + (first + at(i)) * 4);
             }
         }
-        Op::Out::publish(ctx);
-        if constexpr (kNorms) {
-            float next[kN][8];
-#pragma unroll
-            for (u32 i = 0; i < kN; ++i) load_gain(Op::next_gain(ctx.p) + first * 4, i * Slice::kStep, next[i]);
-            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + 1, square)) return false;
-            norm(ctx, token, first, s, next, rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kNextEps));
-        }
-        return true;
+    }
+
+    MEGAGEN_DEVICE float eps(u32 i) {
+        if constexpr (kNorms) return i == 0 ? Op::kEps : Op::kNextEps;
+        return Op::kEps;
     }
 
     // What is wanted after the first sum has come from HBM by then.
@@ -113,17 +119,18 @@ struct Residual {
         constexpr u32 kBytes = Slice::kSlice * 4;
         if (ctx.lane != 0 || ctx.dry) return;
         const u8* gates = Op::gate(ctx.p) + slice * kBytes;
-        ptx::bulk_prefetch_l2(gates, kBytes);
-        ptx::bulk_prefetch_l2(gates + Op::kWidth * 4, kBytes);
+#pragma unroll 1
+        for (u32 i = 0; i < 2; ++i) ptx::bulk_prefetch_l2(gates + i * (Op::kWidth * 4), kBytes);
         if constexpr (kNorms) ptx::bulk_prefetch_l2(Op::next_gain(ctx.p) + slice * kBytes, kBytes);
     }
 
     // This lane's part of what the branch made for a token, contributions of ranks added in rank order.
-    template <class Ctx, class Element>
-    MEGAGEN_DEVICE bool branch(Ctx& ctx, Element element, float (&n)[kN][8]) {
+    template <class Ctx>
+    MEGAGEN_DEVICE bool branch(Ctx& ctx, u32 row, float (&n)[kN][8]) {
         if constexpr (Op::kParts == 1) {
             uint4 v[kN];
-            if (!Op::In::read(ctx, v, true, element)) return false;
+            if (!Op::In::read(ctx, v, true, [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; }))
+                return false;
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
         } else {
@@ -132,9 +139,11 @@ struct Residual {
 #pragma unroll 1
             for (u32 i = 0; i < kN; i += kBatch) {
                 uint4 v[kBatch * Op::kParts];
-                if (!Op::In::read(ctx, v, true,
-                                  [&](u32 j) { return element(i + j / Op::kParts) + j % Op::kParts * kPartStride; }))
-                    return false;
+                const u64 from = row + i * Slice::kStep;
+                const auto place = [&](u32 j) {
+                    return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
+                };
+                if (!Op::In::read(ctx, v, true, place)) return false;
 #pragma unroll
                 for (u32 j = 0; j < kN - kBatch; ++j) copy(n[j + kBatch], n[j]);
 #pragma unroll
@@ -158,17 +167,17 @@ struct Residual {
     }
 
     template <class Ctx>
-    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], const float (&gain)[kN][8], float r) {
+    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], const float4* gain, float r) {
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
-            float low[4], high[4];
-            unpack<4>(s[2 * i], low);
-            unpack<4>(s[2 * i + 1], high);
             u32 word[4];
 #pragma unroll
-            for (u32 e = 0; e < 2; ++e) {
-                word[e] = ptx::cvt_bf16x2(low[2 * e] * r * gain[i][2 * e], low[2 * e + 1] * r * gain[i][2 * e + 1]);
-                word[2 + e] = ptx::cvt_bf16x2(high[2 * e] * r * gain[i][4 + 2 * e], high[2 * e + 1] * r * gain[i][5 + 2 * e]);
+            for (u32 h = 0; h < 2; ++h) {
+                float x[4];
+                unpack<4>(s[2 * i + h], x);
+                const float4 g = gain[2 * i + h];
+                word[2 * h] = ptx::cvt_bf16x2(x[0] * r * (1.0f + g.x), x[1] * r * (1.0f + g.y));
+                word[2 * h + 1] = ptx::cvt_bf16x2(x[2] * r * (1.0f + g.z), x[3] * r * (1.0f + g.w));
             }
             Op::Normed::send(ctx, token, first + i * Slice::kStep, uint4{word[0], word[1], word[2], word[3]});
         }

@@ -27,6 +27,7 @@ struct Residual {
     static constexpr u32 kN = Slice::kVectors;
     static constexpr bool kScaled = requires { &Op::gain; };
     static constexpr bool kNorms = requires { typename Op::Normed; };
+    static constexpr u32 kEarly = kN > 2 ? 2 * kN - 2 : 2 * kN;
     static constexpr u32 kRounds = kNorms ? 2 : 1; // sums a token
 
     template <u32 kFirstWarp, class Ctx>
@@ -71,12 +72,14 @@ struct Residual {
                 square[0] = fmaf(n[i][e], n[i][e], square[0]);
             }
         }
-        float4 factor[4 * kN]; // the gate's, then the second norm's: on their way during the sum before
-#pragma unroll
-        for (u32 i = 0; i < 2 * kN; ++i) {
+        // The gate's, then the second norm's: on their way during the sum before, as far as registers allow.
+        float4 factor[4 * kN] = {};
+        const auto load_gate = [&](u32 i) {
             factor[2 * i] = load_here(gates + at(i) * 4);
             factor[2 * i + 1] = load_here(gates + (Op::kWidth + at(i)) * 4);
-        }
+        };
+#pragma unroll
+        for (u32 i = 0; i < kEarly; ++i) load_gate(i);
 #pragma unroll 1
         for (u32 i = 0;; ++i) { // both sums in one piece of code
             if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + i, square)) return false;
@@ -89,9 +92,11 @@ struct Residual {
             }
             square[0] = 0;
 #pragma unroll
+            for (u32 i = kEarly; i < 2 * kN; ++i) load_gate(i);
+#pragma unroll
             for (u32 i = 0; i < 2 * kN; ++i) {
                 s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, factor[2 * i], factor[2 * i + 1]);
-                Op::Out::send(ctx, token, first + at(i), s[i]);
+                Op::Out::send(ctx, token, static_cast<u64>(first) + at(i), s[i]);
                 if constexpr (kNorms) {
                     float x[4];
                     unpack<4>(s[i], x);
@@ -179,7 +184,7 @@ struct Residual {
                 word[2 * h] = ptx::cvt_bf16x2(x[0] * r * (1.0f + g.x), x[1] * r * (1.0f + g.y));
                 word[2 * h + 1] = ptx::cvt_bf16x2(x[2] * r * (1.0f + g.z), x[3] * r * (1.0f + g.w));
             }
-            Op::Normed::send(ctx, token, first + i * Slice::kStep, uint4{word[0], word[1], word[2], word[3]});
+            Op::Normed::send(ctx, token, static_cast<u64>(first) + i * Slice::kStep, uint4{word[0], word[1], word[2], word[3]});
         }
         Op::Normed::publish(ctx);
     }

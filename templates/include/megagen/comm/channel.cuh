@@ -158,7 +158,8 @@ struct Channel {
         }
     }
 
-    // To all of them. A 64-bit `e` shows that places are a known distance apart, as indices do when it comes to reading.
+    // To all of them. A 64-bit `e` shows that places are a known distance apart, as indices do when it comes to
+    // reading.
     template <class V, class E, class Ctx>
     MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, E e, V v) {
 #pragma unroll 1

@@ -113,10 +113,10 @@ MEGAGEN_DEVICE float warp_sums(const float (&x)[kN], u32 lane) {
     return y[0];
 }
 
-// Sums kN values over the eight warps of a group, ascending. x[0] becomes a sum: in lane l that of value l / (32 / kN), so
-// that what follows of each sum is done once and not by every lane. `round` counts calls on this barrier; scratch holds
-// two rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may store:
-// what a warp writes nobody reads before that warp has arrived.
+// Sums kN values over the eight warps of a group, ascending. x[0] becomes a sum: in lane l that of value l / (32 / kN),
+// so that what follows of each sum is done once and not by every lane. `round` counts calls on this barrier; scratch
+// holds two rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may
+// store: what a warp writes nobody reads before that warp has arrived.
 template <class Group, u32 kN, class Ctx>
 MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
     const u32 mine = scratch + (round % 2 * kN + ctx.lane / (32 / kN)) * (kSlices * 4);

@@ -149,10 +149,14 @@ struct Residual {
                     return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
                 };
                 if (!Op::In::read(ctx, v, true, place)) return false;
+#pragma unroll 1
+                for (u32 j = 0; j < kBatch; ++j) { // in registers that move on, so the loop has one body
 #pragma unroll
-                for (u32 j = 0; j < kN - kBatch; ++j) copy(n[j + kBatch], n[j]);
+                    for (u32 k = 0; k + 1 < kN; ++k) copy(n[k + 1], n[k]);
+                    sum_parts<Op::kParts>(v, n[kN - 1]);
 #pragma unroll
-                for (u32 j = 0; j < kBatch; ++j) sum_parts<Op::kParts>(v + j * Op::kParts, n[kN - kBatch + j]);
+                    for (u32 k = 0; k < (kBatch - 1) * Op::kParts; ++k) v[k] = v[k + Op::kParts];
+                }
             }
         }
         return true;
@@ -184,7 +188,8 @@ struct Residual {
                 word[2 * h] = ptx::cvt_bf16x2(x[0] * r * (1.0f + g.x), x[1] * r * (1.0f + g.y));
                 word[2 * h + 1] = ptx::cvt_bf16x2(x[2] * r * (1.0f + g.z), x[3] * r * (1.0f + g.w));
             }
-            Op::Normed::send(ctx, token, static_cast<u64>(first) + i * Slice::kStep, uint4{word[0], word[1], word[2], word[3]});
+            Op::Normed::send(ctx, token, static_cast<u64>(first) + i * Slice::kStep,
+                             uint4{word[0], word[1], word[2], word[3]});
         }
         Op::Normed::publish(ctx);
     }

@@ -29,11 +29,6 @@ struct Combine {
     static constexpr u32 kTopK = Op::kTopK;
     static constexpr u32 kLanes = 32 / kTopK; // that get the same slot's sum
     static constexpr u32 kPass = 2;           // slots that a loop over them takes in one round
-
-    struct Row {
-        u32 pair[kN][4]; // bf16
-    };
-
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
         const u32 slice = ctx.warp - kFirstWarp;
@@ -50,16 +45,16 @@ struct Combine {
             uint4 weights[1];
             const u32 first_weight = token * 2 * kTopK + kTopK + own / 4 * 4;
             if (!Op::Routes::read(ctx, weights, true, [&](u32) { return first_weight; })) return;
-            Row x[kTopK] = {};
+            uint4 x[kTopK * kN]; // bf16 pairs, slot by slot
             if (!read_slots(ctx, token * kTopK, slice, x)) return;
             float square[kTopK] = {};
 #pragma unroll 1
             for (u32 s = 0; s < kTopK; s += kPass) { // by then every slot is in its place again
 #pragma unroll
                 for (u32 i = 0; i < kPass; ++i) {
-                    const float more = scaled_square(x[0], gain);
-                    turn(square, more);
-                    turn(x, x[0]);
+                    square[0] = scaled_square(x, gain);
+                    turn<1>(square);
+                    turn<kN>(x);
                 }
             }
             if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square))
@@ -73,8 +68,8 @@ struct Combine {
             for (u32 s = 0; s < kTopK; s += kPass) {
 #pragma unroll
                 for (u32 i = 0; i < kPass; ++i) {
-                    add(__shfl_sync(kFullMask, factor, (s + i) * kLanes), x[0], out);
-                    turn(x, x[0]);
+                    add(__shfl_sync(kFullMask, factor, (s + i) * kLanes), x, out);
+                    turn<kN>(x);
                 }
             }
 #pragma unroll
@@ -90,35 +85,39 @@ struct Combine {
         }
     }
 
-    // What is first leaves, `last` comes after the others: so a loop over what is in registers has one body.
-    template <class V>
-    MEGAGEN_DEVICE void turn(V (&all)[kTopK], V last) {
+    // The first `kBy` become the last: so a loop over what is in registers has one body.
+    template <u32 kBy, class V, u32 kAll>
+    MEGAGEN_DEVICE void turn(V (&all)[kAll]) {
+        V first[kBy];
 #pragma unroll
-        for (u32 i = 0; i + 1 < kTopK; ++i) all[i] = all[i + 1];
-        all[kTopK - 1] = last;
+        for (u32 i = 0; i < kBy; ++i) first[i] = all[i];
+#pragma unroll
+        for (u32 i = 0; i + kBy < kAll; ++i) all[i] = all[i + kBy];
+#pragma unroll
+        for (u32 i = 0; i < kBy; ++i) all[kAll - kBy + i] = first[i];
     }
 
-    MEGAGEN_DEVICE void add(float factor, const Row& x, float (&out)[kN][8]) {
+    MEGAGEN_DEVICE void add(float factor, const uint4* x, float (&out)[kN][8]) {
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
+            float each[8];
+            unpack<8>(x[i], each);
 #pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                out[i][2 * e] = fmaf(factor, bf16_low(x.pair[i][e]), out[i][2 * e]);
-                out[i][2 * e + 1] = fmaf(factor, bf16_high(x.pair[i][e]), out[i][2 * e + 1]);
-            }
+            for (u32 e = 0; e < 8; ++e) out[i][e] = fmaf(factor, each[e], out[i][e]);
         }
     }
 
     // The lane's sum of (x * gain)^2.
-    MEGAGEN_DEVICE float scaled_square(const Row& x, const float (&gain)[kN][8]) {
+    MEGAGEN_DEVICE float scaled_square(const uint4* x, const float (&gain)[kN][8]) {
         float square = 0;
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
+            float each[8];
+            unpack<8>(x[i], each);
 #pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                const float low = bf16_low(x.pair[i][e]) * gain[i][2 * e],
-                            high = bf16_high(x.pair[i][e]) * gain[i][2 * e + 1];
-                square = fmaf(high, high, fmaf(low, low, square));
+            for (u32 e = 0; e < 8; ++e) {
+                const float scaled = each[e] * gain[i][e];
+                square = fmaf(scaled, scaled, square);
             }
         }
         return square;
@@ -126,44 +125,36 @@ struct Combine {
 
     // All slots of a token from (token, slot) row `row` on, at once if registers allow.
     template <class Ctx>
-    MEGAGEN_DEVICE bool read_slots(Ctx& ctx, u32 row, u32 slice, Row (&x)[kTopK]) {
-        const u32 at = row * Op::kWidth + Slice::element(slice, ctx.lane, 0);
+    MEGAGEN_DEVICE bool read_slots(Ctx& ctx, u32 row, u32 slice, uint4 (&x)[kTopK * kN]) {
+        const u64 at = row * Op::kWidth + Slice::element(slice, ctx.lane, 0);
         if constexpr (Op::kParts == 1) {
-            uint4 v[kTopK * kN];
-            const auto element = [&](u32 i) {
-                return static_cast<u64>(at) + (i / kN * Op::kWidth + i % kN * Slice::kStep);
-            };
-            if (!Op::In::read(ctx, v, true, element)) return false;
-#pragma unroll
-            for (u32 i = 0; i < kTopK * kN; ++i) {
-                u32(&to)[4] = x[i / kN].pair[i % kN];
-                to[0] = v[i].x, to[1] = v[i].y, to[2] = v[i].z, to[3] = v[i].w;
-            }
+            return Op::In::read(ctx, x, true,
+                                [&](u32 i) { return at + (i / kN * Op::kWidth + i % kN * Slice::kStep); });
         } else {
+#pragma unroll
+            for (u32 i = 0; i < kTopK * kN; ++i) x[i] = {0, 0, 0, 0};
 #pragma unroll 1
             for (u32 s = 0; s < kTopK; ++s) {
-                Row next;
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i) {
-                    if (!sum_parts(ctx, static_cast<u64>(at) + (s * Op::kWidth + i * Slice::kStep), next.pair[i]))
-                        return false;
+                    if (!sum_parts(ctx, at + (s * Op::kWidth + i * Slice::kStep), x[i])) return false;
                 }
-                turn(x, next);
+                turn<kN>(x);
             }
+            return true;
         }
-        return true;
     }
 
     // A vector when K was sharded: the ranks' contributions added in rank order, rounded to bf16 once.
     template <class Ctx>
-    MEGAGEN_DEVICE bool sum_parts(Ctx& ctx, u64 element, u32 (&to)[4]) {
+    MEGAGEN_DEVICE bool sum_parts(Ctx& ctx, u64 element, uint4& to) {
         constexpr u32 kPartStride = Ctx::Kernel::kTokens * kTopK * Op::kWidth;
         uint4 v[Op::kParts];
         if (!Op::In::read(ctx, v, true, [&](u32 part) { return part * kPartStride + element; })) return false;
         float sum[8];
         megagen::sum_parts<Op::kParts>(v, sum);
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) to[e] = ptx::cvt_bf16x2(sum[2 * e], sum[2 * e + 1]);
+        to = {ptx::cvt_bf16x2(sum[0], sum[1]), ptx::cvt_bf16x2(sum[2], sum[3]), ptx::cvt_bf16x2(sum[4], sum[5]),
+              ptx::cvt_bf16x2(sum[6], sum[7])};
         return true;
     }
 };

@@ -27,7 +27,7 @@ struct Residual {
     static constexpr u32 kN = Slice::kVectors;
     static constexpr bool kScaled = requires { &Op::gain; };
     static constexpr bool kNorms = requires { typename Op::Normed; };
-    static constexpr u32 kEarly = kN > 2 ? 2 * kN - 2 : 2 * kN;
+    static constexpr u32 kEarly = 2 * kN;
     static constexpr u32 kRounds = kNorms ? 2 : 1; // sums a token
 
     template <u32 kFirstWarp, class Ctx>
@@ -108,7 +108,7 @@ struct Residual {
             if constexpr (!kNorms) return true;
             if constexpr (kNorms) {
 #pragma unroll
-                for (u32 i = 0; i < 2 * kN; ++i) factor[i] = load_here(Op::next_gain(ctx.p) + (first + at(i)) * 4);
+                for (u32 i = 0; i < 2 * kN; ++i) factor[i] = load_here(Op::next_gain(ctx.p) + first * 4 + at(i) * 4);
             }
         }
     }
@@ -134,10 +134,10 @@ struct Residual {
     MEGAGEN_DEVICE bool branch(Ctx& ctx, u32 row, float (&n)[kN][8]) {
         if constexpr (Op::kParts == 1) {
             uint4 v[kN];
-            if (!Op::In::read(ctx, v, true, [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; }))
-                return false;
+            const bool ok = Op::In::read(ctx, v, true, [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; });
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
+            return ok;
         } else {
             constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
             constexpr u32 kBatch = kN % 2 ? 1 : 2; // vectors on their way at once, as registers allow

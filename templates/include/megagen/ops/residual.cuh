@@ -27,7 +27,7 @@ struct Residual {
     static constexpr u32 kN = Slice::kVectors;
     static constexpr bool kScaled = requires { &Op::gain; };
     static constexpr bool kNorms = requires { typename Op::Normed; };
-    static constexpr u32 kEarly = 2 * kN;
+    static constexpr u32 kEarly = kN > 2 ? 2 * kN - 2 : 2 * kN; // halves of vectors whose gates come before the sum
     static constexpr u32 kRounds = kNorms ? 2 : 1; // sums a token
 
     template <u32 kFirstWarp, class Ctx>
@@ -123,10 +123,15 @@ struct Residual {
     MEGAGEN_DEVICE void fetch(const Ctx& ctx, u32 slice) {
         constexpr u32 kBytes = Slice::kSlice * 4;
         if (ctx.lane != 0 || ctx.dry) return;
-        const u8* gates = Op::gate(ctx.p) + slice * kBytes;
+        const u8* from = Op::gate(ctx.p) + slice * kBytes;
 #pragma unroll 1
-        for (u32 i = 0; i < 2; ++i) ptx::bulk_prefetch_l2(gates + i * (Op::kWidth * 4), kBytes);
-        if constexpr (kNorms) ptx::bulk_prefetch_l2(Op::next_gain(ctx.p) + slice * kBytes, kBytes);
+        for (u32 i = 0; i < (kNorms ? 3 : 2); ++i) {
+            ptx::bulk_prefetch_l2(from, kBytes);
+            from += Op::kWidth * 4;
+            if constexpr (kNorms) {
+                if (i == 1) from = Op::next_gain(ctx.p) + slice * kBytes;
+            }
+        }
     }
 
     // This lane's part of what the branch made for a token, contributions of ranks added in rank order.

@@ -80,9 +80,8 @@ COPY = (RING, "ptx::bulk_load_hint(")
 PUT = (FORMAT, "ptx::st_shared_f4(address(ctx, slice, n)")
 TAKE = (FORMAT, "part[s] = ptx::ld_shared_f4(address(ctx, s, tile), ctx.dry);")
 FULL = (RING, "return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);")
-SUM_STORE = (ROW, "ptx::st_shared_f32(base + (ctx.lane / (32 / kN) * kSlices + warp) * 4, sum);")
-SUM_LOAD = (ROW, "const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4, ctx.dry),")
-SUM_HIGH = (ROW, "high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16, ctx.dry);")
+SUM_STORE = (ROW, "ptx::st_shared_f32(mine + warp * 4, sum);")
+SUM_LOAD = (ROW, "const float4 low = ptx::ld_shared_f4(mine, ctx.dry)")
 CLEAR = (TOP_K, "ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);")
 MARK = (TOP_K, "ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);")
 COUNT = (TOP_K, "return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));")
@@ -228,7 +227,7 @@ MUTANTS = (
         "init: one arrival less",
         one(BARRIER, "B::kCount)", "B::kCount > 1 ? B::kCount - 1 : 1)"),
         "too_many_arrivals race unwritten",
-        (SUM_LOAD, SUM_HIGH),
+        (SUM_LOAD,),
     ),
     Mutant(
         "begin: no __syncthreads",
@@ -252,7 +251,7 @@ MUTANTS = (
         "arrive: no __syncwarp",
         one(BARRIER, "__syncwarp();\n        " + ARRIVE, ARRIVE),
         "race",
-        (SUM_STORE, SUM_LOAD, SUM_HIGH, PUT, TAKE),
+        (SUM_STORE, SUM_LOAD, PUT, TAKE),
     ),
     Mutant(
         "wait: the other parity",
@@ -298,12 +297,12 @@ MUTANTS = (
     # -- norms
     Mutant(
         "group_sum: one round's scratch",
-        one(ROW, "scratch + round % 2 * (kSlices * kN * 4)", "scratch"),
+        one(ROW, "round % 2 * kN + ", ""),
         "race",
         (SUM_STORE,),
         on=Variant(tokens=8),
     ),
-    Mutant("group_sum: wrong parity", one(ROW, "round & 1", "~round & 1"), "unwritten race", (SUM_LOAD, SUM_HIGH)),
+    Mutant("group_sum: wrong parity", one(ROW, "round & 1", "~round & 1"), "unwritten race", (SUM_LOAD,)),
     Mutant(
         "group_sum: no arrival",
         one(ROW, "Barrier<Group>::arrive(ctx, 0);", ""),

@@ -123,8 +123,8 @@ struct Channel {
     // where data is its own flag: a reader looks at the last word only. Live
     // rank by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements a stand-in.
     // When scattered, e counts over all ranks' shards, and those of ranks that are stood in for go nowhere.
-    template <class V, class Ctx>
-    MEGAGEN_DEVICE void send_to(const Ctx& ctx, u32 destination, u32 row, u32 e, V v) {
+    template <class V, class E, class Ctx>
+    MEGAGEN_DEVICE void send_to(const Ctx& ctx, u32 destination, u32 row, E e, V v) {
         if constexpr (D::kFault) {
             if (row == 0 && e < 16) return;
         }
@@ -151,7 +151,7 @@ struct Channel {
             else
                 store_plain(to, v);
         } else {
-            u8* to = copy(ctx, ctx.heap()) + (row * D::kRowStride + e) * D::kElementBytes;
+            u8* to = copy(ctx, ctx.heap()) + (static_cast<E>(row) * D::kRowStride + e) * D::kElementBytes;
             if (ctx.dry) return;
             if constexpr (kLamport)
                 ptx::st_relaxed_gpu(to, v);
@@ -160,9 +160,10 @@ struct Channel {
         }
     }
 
-    // To all of them.
-    template <class V, class Ctx>
-    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
+    // To all of them. A 64-bit `e` shows that places are a known distance apart, as indices do when it comes to
+    // reading.
+    template <class V, class E, class Ctx>
+    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, E e, V v) {
 #pragma unroll 1
         for (u32 d = 0; d < ctx.rounds(destinations(ctx)); ++d) send_to(ctx, d, row, e, v);
     }
@@ -360,10 +361,10 @@ struct Input {
 // A launch output: read after the launch has ended.
 template <class D>
 struct Output {
-    template <class V, class Ctx>
-    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, u32 e, V v) {
+    template <class V, class E, class Ctx>
+    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, E e, V v) {
         if (!ctx.dead && !ctx.dry)
-            ptx::st_relaxed_gpu(D::pointer(ctx.p) + (row * D::kRowStride + e) * D::kElementBytes, v);
+            ptx::st_relaxed_gpu(D::pointer(ctx.p) + (static_cast<E>(row) * D::kRowStride + e) * D::kElementBytes, v);
     }
 
     // One element of two bytes; others may write its neighbours.

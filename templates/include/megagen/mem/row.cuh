@@ -84,11 +84,18 @@ MEGAGEN_DEVICE u32 order_key(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
+// Four fp32 weights, here and now: loads of constants may be moved out of a loop over tokens, into registers that are
+// wanted for other things.
+MEGAGEN_DEVICE float4 load_here(const u8* p) {
+    const uint4 v = ptx::ld_global_v4(p);
+    return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
+}
+
 // 1 + w of eight consecutive elements; gains are kept as the checkpoint has them.
 MEGAGEN_DEVICE void load_gain(const u8* base, u32 element, float (&gain)[8]) {
 #pragma unroll
     for (u32 h = 0; h < 2; ++h) {
-        const float4 x = ptx::ld_constant_f4(base + (element + 4 * h) * 4);
+        const float4 x = load_here(base + (element + 4 * h) * 4);
         gain[4 * h] = 1.0f + x.x, gain[4 * h + 1] = 1.0f + x.y, gain[4 * h + 2] = 1.0f + x.z,
                  gain[4 * h + 3] = 1.0f + x.w;
     }
@@ -121,22 +128,19 @@ MEGAGEN_DEVICE float warp_sums(const float (&x)[kN], u32 lane) {
     return y[0];
 }
 
-// Sums kN values over the eight warps of a group, ascending. `round` counts calls on this barrier; scratch holds two
-// rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may store:
-// what a warp writes nobody reads before that warp has arrived.
+// Sums kN values over the eight warps of a group, ascending. x[0] becomes a sum: in lane l that of value l / (32 / kN),
+// so that what follows of each sum is done once and not by every lane. `round` counts calls on this barrier; scratch
+// holds two rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may
+// store: what a warp writes nobody reads before that warp has arrived.
 template <class Group, u32 kN, class Ctx>
 MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
-    const u32 base = scratch + round % 2 * (kSlices * kN * 4);
+    const u32 mine = scratch + (round % 2 * kN + ctx.lane / (32 / kN)) * (kSlices * 4);
     const float sum = warp_sums(x, ctx.lane);
-    if (ctx.lane % (32 / kN) == 0) ptx::st_shared_f32(base + (ctx.lane / (32 / kN) * kSlices + warp) * 4, sum);
+    if (ctx.lane % (32 / kN) == 0) ptx::st_shared_f32(mine + warp * 4, sum);
     Barrier<Group>::arrive(ctx, 0);
     if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
-#pragma unroll
-    for (u32 i = 0; i < kN; ++i) {
-        const float4 low = ptx::ld_shared_f4(base + i * kSlices * 4, ctx.dry),
-                     high = ptx::ld_shared_f4(base + i * kSlices * 4 + 16, ctx.dry);
-        x[i] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
-    }
+    const float4 low = ptx::ld_shared_f4(mine, ctx.dry), high = ptx::ld_shared_f4(mine + 16, ctx.dry);
+    x[0] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
     return true;
 }
 

@@ -27,8 +27,8 @@ struct Combine {
     using Slice = RowSlice<Op::kWidth, 8>;
     static constexpr u32 kN = Slice::kVectors;
     static constexpr u32 kTopK = Op::kTopK;
-    static constexpr u32 kBatch = Op::kParts == 1 ? kTopK : 1; // slots on their way at once, as registers allow
-
+    static constexpr u32 kLanes = 32 / kTopK; // that get the same slot's sum
+    static constexpr u32 kPass = 2;           // slots that a loop over them takes in one round
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
         const u32 slice = ctx.warp - kFirstWarp;
@@ -40,32 +40,36 @@ struct Combine {
         if (!Op::Table::wait(ctx) || !Op::Routes::wait(ctx) || !Op::In::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
-            uint4 weights[2]; // there for long; after the sum they would be waited for
-            if (!Op::Routes::read(ctx, weights, true, [&](u32 i) { return token * 2 * kTopK + kTopK + 4 * i; })) return;
-            u32 x[kTopK][kN][4]; // bf16 pairs
-            float square[kTopK];
+            // Of the slot whose sum this lane gets. There for long; after the sum they would be waited for.
+            const u32 own = ctx.lane / kLanes;
+            uint4 weights[1];
+            const u32 first_weight = token * 2 * kTopK + kTopK + own / 4 * 4;
+            if (!Op::Routes::read(ctx, weights, true, [&](u32) { return first_weight; })) return;
+            uint4 x[kTopK * kN]; // bf16 pairs, slot by slot
+            if (!read_slots(ctx, token * kTopK, slice, x)) return;
+            float square[kTopK] = {};
+#pragma unroll 1
+            for (u32 s = 0; s < kTopK; s += kPass) { // by then every slot is in its place again
 #pragma unroll
-            for (u32 s = 0; s < kTopK; s += kBatch) {
-                if (!read_slots(ctx, token * kTopK + s, slice, x, s)) return;
-#pragma unroll
-                for (u32 i = 0; i < kBatch; ++i) square[s + i] = scaled_square(x[s + i], gain);
+                for (u32 i = 0; i < kPass; ++i) {
+                    square[0] = scaled_square(x, gain);
+                    turn<1>(square);
+                    turn<kN>(x);
+                }
             }
             if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square))
                 return;
-            const u32 w[kTopK] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w,
-                                  weights[1].x, weights[1].y, weights[1].z, weights[1].w};
+            const u32 low = own % 2 == 0 ? weights[0].x : weights[0].y,
+                      high = own % 2 == 0 ? weights[0].z : weights[0].w;
+            const float factor =
+                __uint_as_float(own % 4 < 2 ? low : high) * rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
             float out[kN][8] = {};
+#pragma unroll 1
+            for (u32 s = 0; s < kTopK; s += kPass) {
 #pragma unroll
-            for (u32 s = 0; s < kTopK; ++s) {
-                const float factor = __uint_as_float(w[s]) * rsqrtf(square[s] * (1.0f / Op::kWidth) + Op::kEps);
-#pragma unroll
-                for (u32 i = 0; i < kN; ++i) {
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) {
-                        ptx::keep_packed(x[s][i][e]);
-                        out[i][2 * e] = fmaf(factor, bf16_low(x[s][i][e]), out[i][2 * e]);
-                        out[i][2 * e + 1] = fmaf(factor, bf16_high(x[s][i][e]), out[i][2 * e + 1]);
-                    }
+                for (u32 i = 0; i < kPass; ++i) {
+                    add(__shfl_sync(kFullMask, factor, (s + i) * kLanes), x, out);
+                    turn<kN>(x);
                 }
             }
 #pragma unroll
@@ -81,52 +85,76 @@ struct Combine {
         }
     }
 
+    // The first `kBy` become the last: so a loop over what is in registers has one body.
+    template <u32 kBy, class V, u32 kAll>
+    MEGAGEN_DEVICE void turn(V (&all)[kAll]) {
+        V first[kBy];
+#pragma unroll
+        for (u32 i = 0; i < kBy; ++i) first[i] = all[i];
+#pragma unroll
+        for (u32 i = 0; i + kBy < kAll; ++i) all[i] = all[i + kBy];
+#pragma unroll
+        for (u32 i = 0; i < kBy; ++i) all[kAll - kBy + i] = first[i];
+    }
+
+    MEGAGEN_DEVICE void add(float factor, const uint4* x, float (&out)[kN][8]) {
+#pragma unroll
+        for (u32 i = 0; i < kN; ++i) {
+            float each[8];
+            unpack<8>(x[i], each);
+#pragma unroll
+            for (u32 e = 0; e < 8; ++e) out[i][e] = fmaf(factor, each[e], out[i][e]);
+        }
+    }
+
     // The lane's sum of (x * gain)^2.
-    MEGAGEN_DEVICE float scaled_square(const u32 (&x)[kN][4], const float (&gain)[kN][8]) {
+    MEGAGEN_DEVICE float scaled_square(const uint4* x, const float (&gain)[kN][8]) {
         float square = 0;
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
+            float each[8];
+            unpack<8>(x[i], each);
 #pragma unroll
-            for (u32 e = 0; e < 4; ++e) {
-                const float low = bf16_low(x[i][e]) * gain[i][2 * e], high = bf16_high(x[i][e]) * gain[i][2 * e + 1];
-                square = fmaf(high, high, fmaf(low, low, square));
+            for (u32 e = 0; e < 8; ++e) {
+                const float scaled = each[e] * gain[i][e];
+                square = fmaf(scaled, scaled, square);
             }
         }
         return square;
     }
 
-    // kBatch (token, slot) rows of the slice.
+    // All slots of a token from (token, slot) row `row` on, at once if registers allow.
     template <class Ctx>
-    MEGAGEN_DEVICE bool read_slots(Ctx& ctx, u32 row, u32 slice, u32 (&x)[kTopK][kN][4], u32 first) {
-        const u32 at = row * Op::kWidth + Slice::element(slice, ctx.lane, 0);
-        const auto element = [&](u32 s, u32 i) { return static_cast<u64>(at) + (s * Op::kWidth + i * Slice::kStep); };
+    MEGAGEN_DEVICE bool read_slots(Ctx& ctx, u32 row, u32 slice, uint4 (&x)[kTopK * kN]) {
+        const u64 at = row * Op::kWidth + Slice::element(slice, ctx.lane, 0);
         if constexpr (Op::kParts == 1) {
-            uint4 v[kBatch * kN];
-            if (!Op::In::read(ctx, v, true, [&](u32 i) { return element(i / kN, i % kN); })) return false;
-#pragma unroll
-            for (u32 i = 0; i < kBatch * kN; ++i) {
-                u32(&to)[4] = x[first + i / kN][i % kN];
-                to[0] = v[i].x, to[1] = v[i].y, to[2] = v[i].z, to[3] = v[i].w;
-            }
+            return Op::In::read(ctx, x, true,
+                                [&](u32 i) { return at + (i / kN * Op::kWidth + i % kN * Slice::kStep); });
         } else {
 #pragma unroll
-            for (u32 i = 0; i < kN; ++i) {
-                if (!sum_parts(ctx, element(0, i), x[first][i])) return false;
+            for (u32 i = 0; i < kTopK * kN; ++i) x[i] = {0, 0, 0, 0};
+#pragma unroll 1
+            for (u32 s = 0; s < kTopK; ++s) {
+#pragma unroll
+                for (u32 i = 0; i < kN; ++i) {
+                    if (!sum_parts(ctx, at + (s * Op::kWidth + i * Slice::kStep), x[i])) return false;
+                }
+                turn<kN>(x);
             }
+            return true;
         }
-        return true;
     }
 
     // A vector when K was sharded: the ranks' contributions added in rank order, rounded to bf16 once.
     template <class Ctx>
-    MEGAGEN_DEVICE bool sum_parts(Ctx& ctx, u64 element, u32 (&to)[4]) {
+    MEGAGEN_DEVICE bool sum_parts(Ctx& ctx, u64 element, uint4& to) {
         constexpr u32 kPartStride = Ctx::Kernel::kTokens * kTopK * Op::kWidth;
         uint4 v[Op::kParts];
         if (!Op::In::read(ctx, v, true, [&](u32 part) { return part * kPartStride + element; })) return false;
         float sum[8];
         megagen::sum_parts<Op::kParts>(v, sum);
-#pragma unroll
-        for (u32 e = 0; e < 4; ++e) to[e] = ptx::cvt_bf16x2(sum[2 * e], sum[2 * e + 1]);
+        to = {ptx::cvt_bf16x2(sum[0], sum[1]), ptx::cvt_bf16x2(sum[2], sum[3]), ptx::cvt_bf16x2(sum[4], sum[5]),
+              ptx::cvt_bf16x2(sum[6], sum[7])};
         return true;
     }
 };

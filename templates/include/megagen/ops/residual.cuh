@@ -27,6 +27,7 @@ struct Residual {
     static constexpr u32 kN = Slice::kVectors;
     static constexpr bool kScaled = requires { &Op::gain; };
     static constexpr bool kNorms = requires { typename Op::Normed; };
+    static constexpr u32 kEarly = kN > 2 ? 2 * kN - 2 : 2 * kN; // halves of vectors whose gates come before the sum
     static constexpr u32 kRounds = kNorms ? 2 : 1; // sums a token
 
     template <u32 kFirstWarp, class Ctx>
@@ -34,47 +35,68 @@ struct Residual {
         const u32 slice = ctx.warp - kFirstWarp;
         const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         if (mine.first == mine.last) return;
+        fetch(ctx, slice);
+        if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
+#pragma unroll 1
+        for (u32 token = mine.first; token < mine.last; ++token) {
+            if (!row(ctx, token, slice, (token - mine.first) * kRounds)) return;
+        }
+    }
+
+    // Everything but the branch is on its way before it is wanted.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool row(Ctx& ctx, u32 token, u32 slice, u32 round) {
         // Constant distances from one address: many addresses would stay in registers.
-        const u32 first = Slice::element(slice, ctx.lane, 0);
+        const u32 first = Slice::element(slice, ctx.lane, 0), row = token * Op::kWidth + first;
+        const auto half = [&](u32 i) { return static_cast<u64>(row) + (i / 2 * Slice::kStep + i % 2 * 4); };
+        const auto at = [&](u32 i) { return i / 2 * Slice::kStep + i % 2 * 4; };
         const u8* gates = Op::gate(ctx.p) + first * 4;
         float gain[kScaled ? kN : 1][8];
         if constexpr (kScaled) {
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) load_gain(Op::gain(ctx.p) + first * 4, i * Slice::kStep, gain[i]);
         }
-        fetch(ctx, slice);
-        if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
+        uint4 s[2 * kN];
+        float n[kN][8] = {};
+        // The stream has been there for long; where contributions take many registers, it comes after them.
+        if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half)) return false;
+        if (!branch(ctx, ptx::opaque(row), n)) return false;
+        if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half)) return false;
+        Op::Stream::template release<2 * kN>(ctx, true, half);
+        float square[1] = {0};
+#pragma unroll
+        for (u32 i = 0; i < kN; ++i) {
+#pragma unroll
+            for (u32 e = 0; e < 8; ++e) {
+                if constexpr (kScaled) n[i][e] *= gain[i][e];
+                square[0] = fmaf(n[i][e], n[i][e], square[0]);
+            }
+        }
+        // The gate's, then the second norm's: on their way during the sum before, as far as registers allow.
+        float4 factor[4 * kN] = {};
+        const auto load_gate = [&](u32 i) {
+            factor[2 * i] = load_here(gates + at(i) * 4);
+            factor[2 * i + 1] = load_here(gates + (Op::kWidth + at(i)) * 4);
+        };
+#pragma unroll
+        for (u32 i = 0; i < kEarly; ++i) load_gate(i);
 #pragma unroll 1
-        for (u32 token = mine.first; token < mine.last; ++token) {
-            const u32 round = (token - mine.first) * kRounds;
-            const u32 row = token * Op::kWidth + first;
-            const auto element = [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; };
-            const auto half = [&](u32 i) { return static_cast<u64>(row) + (i / 2 * Slice::kStep + i % 2 * 4); };
-            uint4 s[2 * kN];
-            float n[kN][8];
-            // The stream has been there for long; where contributions take many registers, it comes after them.
-            if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half)) return;
-            if (!branch(ctx, element, n)) return;
-            if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half)) return;
-            Op::Stream::template release<2 * kN>(ctx, true, half);
-            float square[1] = {0};
-#pragma unroll
-            for (u32 i = 0; i < kN; ++i) {
-#pragma unroll
-                for (u32 e = 0; e < 8; ++e) {
-                    if constexpr (kScaled) n[i][e] *= gain[i][e];
-                    square[0] = fmaf(n[i][e], n[i][e], square[0]);
+        for (u32 i = 0;; ++i) { // both sums in one piece of code
+            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + i, square)) return false;
+            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + eps(i));
+            if constexpr (kNorms) {
+                if (i != 0) {
+                    norm(ctx, token, first, s, factor, r);
+                    return true;
                 }
             }
-            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round, square)) return;
-            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
             square[0] = 0;
 #pragma unroll
+            for (u32 i = kEarly; i < 2 * kN; ++i) load_gate(i);
+#pragma unroll
             for (u32 i = 0; i < 2 * kN; ++i) {
-                const u32 at = i / 2 * Slice::kStep + i % 2 * 4;
-                s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, ptx::ld_constant_f4(gates + at * 4),
-                           ptx::ld_constant_f4(gates + (Op::kWidth + at) * 4));
-                Op::Out::send(ctx, token, first + at, s[i]);
+                s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, factor[2 * i], factor[2 * i + 1]);
+                Op::Out::send(ctx, token, static_cast<u64>(first) + at(i), s[i]);
                 if constexpr (kNorms) {
                     float x[4];
                     unpack<4>(s[i], x);
@@ -83,11 +105,17 @@ struct Residual {
                 }
             }
             Op::Out::publish(ctx);
+            if constexpr (!kNorms) return true;
             if constexpr (kNorms) {
-                if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + 1, square)) return;
-                norm(ctx, token, first, s, rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kNextEps));
+#pragma unroll
+                for (u32 i = 0; i < 2 * kN; ++i) factor[i] = load_here(Op::next_gain(ctx.p) + first * 4 + at(i) * 4);
             }
         }
+    }
+
+    MEGAGEN_DEVICE float eps(u32 i) {
+        if constexpr (kNorms) return i == 0 ? Op::kEps : Op::kNextEps;
+        return Op::kEps;
     }
 
     // What is wanted after the first sum has come from HBM by then.
@@ -95,34 +123,53 @@ struct Residual {
     MEGAGEN_DEVICE void fetch(const Ctx& ctx, u32 slice) {
         constexpr u32 kBytes = Slice::kSlice * 4;
         if (ctx.lane != 0 || ctx.dry) return;
-        const u8* gates = Op::gate(ctx.p) + slice * kBytes;
-        ptx::bulk_prefetch_l2(gates, kBytes);
-        ptx::bulk_prefetch_l2(gates + Op::kWidth * 4, kBytes);
-        if constexpr (kNorms) ptx::bulk_prefetch_l2(Op::next_gain(ctx.p) + slice * kBytes, kBytes);
+        const u8* from = Op::gate(ctx.p) + slice * kBytes;
+#pragma unroll 1
+        for (u32 i = 0; i < (kNorms ? 3 : 2); ++i) {
+            ptx::bulk_prefetch_l2(from, kBytes);
+            from += Op::kWidth * 4;
+            if constexpr (kNorms) {
+                if (i == 1) from = Op::next_gain(ctx.p) + slice * kBytes;
+            }
+        }
     }
 
     // This lane's part of what the branch made for a token, contributions of ranks added in rank order.
-    template <class Ctx, class Element>
-    MEGAGEN_DEVICE bool branch(Ctx& ctx, Element element, float (&n)[kN][8]) {
+    template <class Ctx>
+    MEGAGEN_DEVICE bool branch(Ctx& ctx, u32 row, float (&n)[kN][8]) {
         if constexpr (Op::kParts == 1) {
             uint4 v[kN];
-            if (!Op::In::read(ctx, v, true, element)) return false;
+            const bool ok = Op::In::read(ctx, v, true, [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; });
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
+            return ok;
         } else {
             constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
             constexpr u32 kBatch = kN % 2 ? 1 : 2; // vectors on their way at once, as registers allow
-#pragma unroll
+#pragma unroll 1
             for (u32 i = 0; i < kN; i += kBatch) {
                 uint4 v[kBatch * Op::kParts];
-                if (!Op::In::read(ctx, v, true,
-                                  [&](u32 j) { return element(i + j / Op::kParts) + j % Op::kParts * kPartStride; }))
-                    return false;
+                const u64 from = row + i * Slice::kStep;
+                const auto place = [&](u32 j) {
+                    return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
+                };
+                if (!Op::In::read(ctx, v, true, place)) return false;
+#pragma unroll 1
+                for (u32 j = 0; j < kBatch; ++j) { // in registers that move on, so the loop has one body
 #pragma unroll
-                for (u32 j = 0; j < kBatch; ++j) sum_parts<Op::kParts>(v + j * Op::kParts, n[i + j]);
+                    for (u32 k = 0; k + 1 < kN; ++k) copy(n[k + 1], n[k]);
+                    sum_parts<Op::kParts>(v, n[kN - 1]);
+#pragma unroll
+                    for (u32 k = 0; k < (kBatch - 1) * Op::kParts; ++k) v[k] = v[k + Op::kParts];
+                }
             }
         }
         return true;
+    }
+
+    MEGAGEN_DEVICE void copy(const float (&from)[8], float (&to)[8]) {
+#pragma unroll
+        for (u32 e = 0; e < 8; ++e) to[e] = from[e];
     }
 
     MEGAGEN_DEVICE uint4 mix(uint4 old, const float* n, float r, float4 alpha, float4 beta) {
@@ -134,20 +181,20 @@ struct Residual {
     }
 
     template <class Ctx>
-    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], float r) {
+    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], const float4* gain, float r) {
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
-            float gain[8], low[4], high[4];
-            load_gain(Op::next_gain(ctx.p) + first * 4, i * Slice::kStep, gain);
-            unpack<4>(s[2 * i], low);
-            unpack<4>(s[2 * i + 1], high);
             u32 word[4];
 #pragma unroll
-            for (u32 e = 0; e < 2; ++e) {
-                word[e] = ptx::cvt_bf16x2(low[2 * e] * r * gain[2 * e], low[2 * e + 1] * r * gain[2 * e + 1]);
-                word[2 + e] = ptx::cvt_bf16x2(high[2 * e] * r * gain[4 + 2 * e], high[2 * e + 1] * r * gain[5 + 2 * e]);
+            for (u32 h = 0; h < 2; ++h) {
+                float x[4];
+                unpack<4>(s[2 * i + h], x);
+                const float4 g = gain[2 * i + h];
+                word[2 * h] = ptx::cvt_bf16x2(x[0] * r * (1.0f + g.x), x[1] * r * (1.0f + g.y));
+                word[2 * h + 1] = ptx::cvt_bf16x2(x[2] * r * (1.0f + g.z), x[3] * r * (1.0f + g.w));
             }
-            Op::Normed::send(ctx, token, first + i * Slice::kStep, uint4{word[0], word[1], word[2], word[3]});
+            Op::Normed::send(ctx, token, static_cast<u64>(first) + i * Slice::kStep,
+                             uint4{word[0], word[1], word[2], word[3]});
         }
         Op::Normed::publish(ctx);
     }

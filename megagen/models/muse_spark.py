@@ -30,7 +30,7 @@ MAX_TOKENS = 16  # two n8 MMA tiles; the kernels' compiled maximum
 ROW = 8 * 32 * 8  # a norm's row: eight warps of lanes with 16-byte vectors of bf16 (mem/row.cuh)
 SLICE = 512  # of a ring stage's K: eight warps with a group of 64 each
 HEAD_DIM = 64  # four row blocks of a GEMM, four steps of an MMA
-UNIT = 1024  # K of a dense GEMM's unit: 32 KB of bf16
+UNIT = 1024  # K of a dense GEMM's stage: 32 KB of bf16
 ROUTER_UNIT = 512  # the same in fp32
 MOST_CHUNKS = 64  # of a sliding layer's cache: two a lane of the warp that merges them
 CHECKPOINT = "a checkpoint is a folder in the Hugging Face layout"
@@ -292,6 +292,12 @@ def global_layer(
     return _layer("global", tp, tokens, split, experts, all_reduce, following, positions, config)
 
 
+def paired(stage: int, k: int) -> int:
+    """K of a unit where few units are a block's: two stages, unless they would span all ``k``. A sum has half as many
+    parts on their way then."""
+    return 2 * stage if k % (2 * stage) == 0 and k > 2 * stage else stage
+
+
 def _layer(
     kind: str,
     tp: int,
@@ -550,10 +556,10 @@ class _Builder:
         """Router to unpooler; its output is called "unpooled"."""
         c, tp, t, split = self.c, self.tp, self.tokens, self.split
         h, m, i = c.hidden, c.moe_hidden, c.intermediate
-        logits = self.tensor("logits", h // ROUTER_UNIT, c.experts // 16, t, 16, dtype=DType.FP32)
+        logits = self.tensor("logits", h // paired(ROUTER_UNIT, h), c.experts // 16, t, 16, dtype=DType.FP32)
         routes = self.tensor("routes", t, 2 * c.top_k, dtype=DType.U32)
         table = self.tensor("table", 1, dtype=DType.U32, scope=Scope.BLOCK)
-        pooled_partials = self.tensor("pooled_partials", h // UNIT, m // tp // 16, t, 16, dtype=DType.FP32)
+        pooled_partials = self.tensor("pooled_partials", h // paired(UNIT, h), m // tp // 16, t, 16, dtype=DType.FP32)
         pooled = self.tensor("pooled", t, m, scope=Scope.WORLD, shard_axis=1)
         expert_in = self.tensor("expert_in", t, m)
         if split == "nn":
@@ -563,7 +569,7 @@ class _Builder:
             expert_mid = self.tensor("expert_mid", t, c.top_k, i // tp)
             expert_out = self.tensor("expert_out", tp, t, c.top_k, m, scope=Scope.WORLD, reduce=True)
         combined = self.tensor("combined", t, m)
-        unpooled_partials = self.tensor("unpooled_partials", m // UNIT, h // tp // 16, t, 16, dtype=DType.FP32)
+        unpooled_partials = self.tensor("unpooled_partials", m // paired(UNIT, m), h // tp // 16, t, 16, dtype=DType.FP32)
         unpooled = self.tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
 
         down_rows, down_k = (m // tp, i) if split == "nn" else (m, i // tp)
@@ -586,19 +592,20 @@ class _Builder:
             DenseGemm(
                 name="router", inputs={"in": normed}, outputs={"partials": logits},
                 weights={"weight": self.matrix("router_weight", c.experts, h, "mlp.gate.weight", DType.FP32)},
-                rows=c.experts, world_rows=c.experts, k=h, unit_k=ROUTER_UNIT, partials_only=True,
+                rows=c.experts, world_rows=c.experts, k=h, unit_k=paired(ROUTER_UNIT, h), stage_k=ROUTER_UNIT,
+                partials_only=True,
             ),
             DenseGemm(
                 name="pooler", inputs={"in": normed}, outputs={"partials": pooled_partials, "out": pooled},
                 weights={
                     "weight": self.matrix("pooler_weight", m // tp, h, "mlp.pre_expert_proj.weight", shard=Shard.ROWS)
                 },
-                rows=m // tp, world_rows=m, k=h, unit_k=UNIT,
+                rows=m // tp, world_rows=m, k=h, unit_k=paired(UNIT, h), stage_k=UNIT,
             ),
             TopK(
                 name="top_k", inputs={"logits": logits}, outputs={"routes": routes, "table": table},
                 weights={"bias": self.vector("router_bias", c.experts, "mlp.gate.e_score_correction_bias", DType.FP32)},
-                experts=c.experts, k=c.top_k, chunks=h // ROUTER_UNIT,
+                experts=c.experts, k=c.top_k, chunks=h // paired(ROUTER_UNIT, h),
                 multiplier=c.output_multiplier, eps=c.router_eps, scale=c.routed_scaling_factor,
             ),
             RmsNorm(
@@ -630,7 +637,7 @@ class _Builder:
                         "unpooler_weight", h // tp, m, "mlp.post_expert_proj.weight", shard=Shard.ROWS
                     )
                 },
-                rows=h // tp, world_rows=h, k=m, unit_k=UNIT,
+                rows=h // tp, world_rows=h, k=m, unit_k=paired(UNIT, m), stage_k=UNIT,
             ),
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """Dense GEMM of a few tokens: y = x W^T, weights streamed once through the ring.
 
-Work unit: 16 rows x ``unit_k`` of K, one ring stage. Eight slices of K within a unit, summed in ascending order
-by the reduce role, then units summed in ascending K by the finish role: a fixed tree, whatever the placement. Where
-one unit spans K, the reduce role sends the result itself.
+Work unit: 16 rows x ``unit_k`` of K, in ring stages of ``stage_k``. Eight slices of K within a stage; a slice's stages
+add up in the accumulators, slices in ascending order in the reduce role, then units in ascending K in the finish role:
+a fixed tree, whatever the placement. Where one unit spans K, the reduce role sends the result itself.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class DenseGemm(Op):
     world_rows: int
     k: int
     unit_k: int
+    stage_k: int = 0  # 0: a unit is one stage
     partials_only: bool = False
 
     @property
@@ -59,16 +60,17 @@ class DenseGemm(Op):
             "kRows": self.rows,
             "kK": self.k,
             "kUnitK": self.unit_k,
+            "kStageK": self.stage_k or self.unit_k,
             "kFormat": FORMATS[self.weights["weight"].dtype],
         }
 
     def stage(self) -> Mapping[str, int]:
-        bits = self.weights["weight"].dtype.bits
+        bits, k = self.weights["weight"].dtype.bits, self.stage_k or self.unit_k
         return {
             "rows": ROW_BLOCK,
-            "k": self.unit_k,
-            "bytes": int(ROW_BLOCK * self.unit_k * bits // 8),
-            "per_tile": 1,
+            "k": k,
+            "bytes": int(ROW_BLOCK * k * bits // 8),
+            "per_tile": self.unit_k // k,
         }
 
     def shared(self) -> Mapping[str, int]:

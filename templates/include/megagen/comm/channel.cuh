@@ -116,8 +116,11 @@ struct Channel {
     // scattered goes to one rank, once for each that this one stands in for.
     template <class Ctx>
     MEGAGEN_DEVICE u32 destinations(const Ctx& ctx) {
-        return D::kScatter ? ctx.p.sys.world / ctx.p.sys.live : D::kWorld ? ctx.p.sys.world : 1;
+        return D::kScatter ? 1u << stand_ins(ctx.p.sys) : D::kWorld ? ctx.p.sys.world : 1;
     }
+
+    // Ranks that a live one plays, itself included: two to this power. Both numbers are powers of two.
+    MEGAGEN_DEVICE u32 stand_ins(const System& sys) { return __ffs(sys.world) - __ffs(sys.live); }
 
     // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination, 16 bytes
     // where data is its own flag: a reader looks at the last word only. Live
@@ -134,7 +137,7 @@ struct Channel {
             ClusterMap<D>::send(ctx, row, e, v);
         } else if constexpr (D::kWorld) {
             const System& sys = ctx.p.sys;
-            const u32 shift = __ffs(sys.world / sys.live) - 1; // stand-ins of a live rank: a power of two
+            const u32 shift = stand_ins(sys);
             u32 peer = destination >> shift, j = destination - (peer << shift);
             if constexpr (D::kScatter) {
                 const u32 owner = e / D::kShard;
@@ -164,8 +167,42 @@ struct Channel {
     // reading.
     template <class V, class E, class Ctx>
     MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, E e, V v) {
+        if constexpr (D::kWorld && !D::kScatter) {
+            send_around(ctx, row, static_cast<u32>(e), v);
+        } else {
 #pragma unroll 1
-        for (u32 d = 0; d < ctx.rounds(destinations(ctx)); ++d) send_to(ctx, d, row, e, v);
+            for (u32 d = 0; d < ctx.rounds(destinations(ctx)); ++d) send_to(ctx, d, row, e, v);
+        }
+    }
+
+    // What send_to does with one destination after the other, in few instructions each: a warp alone waits for most.
+    template <class V, class Ctx>
+    MEGAGEN_DEVICE void send_around(const Ctx& ctx, u32 row, u32 e, V v) {
+        if constexpr (D::kFault) {
+            if (row == 0 && e < 16) return;
+        }
+        static_assert(!kLamport || sizeof(V) == 16, "data that is its own flag travels in accesses of 16 bytes");
+        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
+        const System& sys = ctx.p.sys;
+        const u32 shift = stand_ins(sys), first = (sys.rank << shift) * D::kRankStride + row * D::kRowStride;
+#pragma unroll 1
+        for (u32 peer = 0; peer < ctx.rounds(sys.live); ++peer) {
+            u8* to = copy(ctx, sys.heap[peer]) + first * D::kElementBytes;
+            u32 rotated = e;
+#pragma unroll 1
+            for (u32 j = 0; j < ctx.rounds(1u << shift); ++j) {
+                u8* place = to + rotated * D::kElementBytes;
+                if (!ctx.dry) {
+                    if constexpr (kLamport)
+                        ptx::st_relaxed_sys(place, v);
+                    else
+                        store_plain(place, v);
+                }
+                to += D::kRankStride * D::kElementBytes;
+                rotated += 16;
+                if (rotated >= D::kShard) rotated -= D::kShard;
+            }
+        }
     }
 
     // Whole warp, after its share of a tile is sent, or of `tiles`.

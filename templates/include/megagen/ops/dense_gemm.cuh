@@ -12,6 +12,7 @@ concept DenseGemmPolicy = requires {
     Op::kRows;
     Op::kK;
     Op::kUnitK;
+    Op::kStageK;
     Op::kFormat;
     Op::kStageBytes;
     Op::kHint;
@@ -27,9 +28,10 @@ struct DenseGemm {
     static constexpr bool kDirect = !requires { typename Op::Partials; };
     static constexpr u32 kRowBlocks = Op::kRows / kRowBlock;
     static constexpr u32 kChunks = Op::kK / Op::kUnitK;
-    static constexpr u32 kGroups = Op::kUnitK / kSlices / kGroup;
+    static constexpr u32 kStages = Op::kUnitK / Op::kStageK;       // of a unit
+    static constexpr u32 kGroups = Op::kStageK / kSlices / kGroup; // of a slice of a stage
     using Weights = Format<static_cast<WeightFormat>(Op::kFormat)>;
-    static_assert(kRowBlock * Op::kUnitK * (Op::kFormat == 1 ? 4 : 2) == Op::kStageBytes, "a unit is one ring stage");
+    static_assert(kRowBlock * Op::kStageK * (Op::kFormat == 1 ? 4 : 2) == Op::kStageBytes, "packing and policy agree");
 
     template <bool kPartial>
     static __device__ __forceinline__ constexpr bool clustered() {
@@ -43,9 +45,10 @@ struct DenseGemm {
         u32 row_block;
     };
 
-    // Units in memory order, K chunk by K chunk, so that a block's run shares its activations; when partial sums travel
-    // within a cluster, the row blocks are dealt to clusters first. Where it costs no block a unit more, a block keeps
-    // to one chunk, and some blocks have nothing: activations are read once, not in the middle of a run.
+    // Units K chunk by K chunk, so that a block's run shares its activations; when partial sums travel within a
+    // cluster, the row blocks are dealt to clusters first. Where it costs no block a unit more, a block keeps to one
+    // chunk, and some blocks have nothing: activations are read once, not in the middle of a run. In memory stages lie
+    // by their K, then by row block: those of a unit are far apart, and those of a run of units of one stage in a row.
     struct Tiles {
         // Blocks that share a chunk, 0 where runs go on from one to the next.
         template <u32 kBlocks>
@@ -80,9 +83,14 @@ struct DenseGemm {
         }
 
         template <class Ctx>
-        MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
+        MEGAGEN_DEVICE u32 units(const Ctx& ctx) {
             const Range r = run(ctx);
             return r.last - r.first;
+        }
+
+        template <class Ctx>
+        MEGAGEN_DEVICE u32 count(const Ctx& ctx) {
+            return units(ctx) * kStages;
         }
 
         template <class Ctx>
@@ -95,14 +103,16 @@ struct DenseGemm {
 
         template <class Ctx>
         MEGAGEN_DEVICE const u8* source(const Ctx& ctx, u32 i) {
-            const Unit u = unit(ctx, i);
-            return Op::weight(ctx.p) + static_cast<u64>(u.chunk * kRowBlocks + u.row_block) * Op::kStageBytes;
+            const Unit u = unit(ctx, i / kStages);
+            const u32 band = u.chunk * kStages + i % kStages;
+            return Op::weight(ctx.p) + static_cast<u64>(band * kRowBlocks + u.row_block) * Op::kStageBytes;
         }
 
-        MEGAGEN_DEVICE u32 count_of(const Range& run) { return run.last - run.first; }
+        MEGAGEN_DEVICE u32 count_of(const Range& run) { return (run.last - run.first) * kStages; }
 
         template <class Ctx>
         MEGAGEN_DEVICE Stretch stretch(const Ctx& ctx, const Range& run, u32 i) {
+            if constexpr (kStages > 1) return {source(ctx, i), 1};
             u32 at = run.first + i, stages = run.last - at;
             if constexpr (kClustered) { // not from one chunk to the next
                 const Range blocks = row_blocks(ctx);
@@ -131,7 +141,7 @@ struct DenseGemm {
         constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
         if (!Op::In::wait(ctx)) return;
         const u32 slice = ctx.warp - kFirstWarp;
-        const u32 n = Tiles::count(ctx);
+        const u32 n = Tiles::units(ctx);
 #pragma unroll 1
         for (u32 i = 0; i < n;) { // a chunk at a time
             const u32 chunk = Tiles::unit(ctx, i).chunk;
@@ -141,16 +151,20 @@ struct DenseGemm {
                 const u32 token = t * 8 + ctx.lane / 4;
                 row[t] = (token < ctx.tokens ? token : 0) * Op::kK + chunk * Op::kUnitK + slice * kGroups * kGroup;
             }
-            u32 b[kGroups][kTiles][kGroupWords]; // declared here, or it would take registers before there is any
-            if (!load_operand<typename Op::In, kGroups, kTiles>(ctx, b[0][0], row, [](u32 q) { return q * kGroup; }))
+            u32 b[kStages][kGroups][kTiles][kGroupWords]; // declared here, or it would take registers before
+            if (!load_operand<typename Op::In, kStages * kGroups, kTiles>(
+                    ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }))
                 return;
 #pragma unroll 1
             do {
-                if (!Ctx::Ring::acquire(ctx)) return;
                 Accumulators<kTiles> acc;
-                Weights::template multiply<kGroups, kTiles>(
-                    acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup), ctx.lane, b);
-                Ctx::Ring::release(ctx, acc.sum(0, 0));
+#pragma unroll
+                for (u32 s = 0; s < kStages; ++s) {
+                    if (!Ctx::Ring::acquire(ctx)) return;
+                    Weights::template multiply<kGroups, kTiles>(
+                        acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup), ctx.lane, b[s]);
+                    Ctx::Ring::release(ctx, acc.sum(0, 0));
+                }
                 if (!Ctx::Accum::put(ctx, slice, acc)) return;
             } while (++i < n && Tiles::unit(ctx, i).chunk == chunk);
         }
@@ -158,7 +172,7 @@ struct DenseGemm {
 
     template <class Ctx>
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
-        const u32 n = ctx.rounds(Tiles::count(ctx));
+        const u32 n = ctx.rounds(Tiles::units(ctx));
 #pragma unroll 1
         for (u32 i = 0; i < n; ++i) {
             if (!Ctx::Accum::acquire(ctx)) return;

@@ -263,15 +263,30 @@ struct Channel {
 
     MEGAGEN_DEVICE bool has_empty(uint4 v) { return v.w == D::kEmpty; }
 
+    // Polls take L2 bandwidth from the weight streams, and what else this block's warps do waits behind loads: so one
+    // lane of the warp polls the last of the vectors that it wants, until that has come. The others may still be
+    // missing.
+    template <u32 kN, class Ctx, class Wanted, class Index>
+    MEGAGEN_DEVICE bool await(Ctx& ctx, Wanted wanted, Index index) {
+        if constexpr (!kLamport) return true;
+        constexpr u32 kLast = kN - 1;
+        u8* base = copy(ctx, ctx.heap());
+        const u32 wanting = __ballot_sync(kFullMask, wanted(kLast));
+        const bool polls = (wanting & ((2u << ctx.lane) - 1)) == 1u << ctx.lane; // the first of them
+        return wait_until<true>(ctx, D::kIndex, static_cast<u32>(index(0)), which(ctx, 0),
+                                [&] { return !polls || !has_empty(load(place(base, kLast, index))); });
+    }
+
     // Each valid lane reads kN vectors of 16 bytes, vector i at element index(i) of the tensor; other lanes get zeros.
+    // Not `due`: it has been there for long, as far as one knows.
     template <u32 kN, class Ctx, class Index>
-    MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
-        return read_where(ctx, v, [=](u32) { return valid; }, index);
+    MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index, bool due = kN > 2) {
+        return read_where(ctx, v, [=](u32) { return valid; }, index, due);
     }
 
     // As above, of each lane the vectors that it wants.
     template <u32 kN, class Ctx, class Wanted, class Index>
-    MEGAGEN_DEVICE bool read_where(Ctx& ctx, uint4 (&v)[kN], Wanted wanted, Index index) {
+    MEGAGEN_DEVICE bool read_where(Ctx& ctx, uint4 (&v)[kN], Wanted wanted, Index index, bool due = kN > 2) {
         constexpr uint4 kNothing = {0, 0, 0, 0};
         const auto skipped = [&](u32 i) { return !wanted(i) || (!kLamport && (ctx.dry || ctx.dead)); };
         if constexpr (D::kKind == Sync::kCluster) {
@@ -280,27 +295,18 @@ struct Channel {
                 v[i] = skipped(i) ? kNothing : ptx::ld_shared_v4(ClusterMap<D>::address(ctx, index(i)));
             return !ctx.dead;
         } else {
+            if (kLamport && due) await<kN>(ctx, wanted, index);
             u8* base = copy(ctx, ctx.heap());
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) v[i] = skipped(i) ? kNothing : load(place(base, i, index));
             if constexpr (!kLamport) return !ctx.dead;
-            // Polls take L2 bandwidth from the weight streams and from the writers: until something has come, one lane
-            // polls one vector for its warp; then every lane what it lacks, so that the last of it costs one trip.
             const auto here = [&](u32 i) { return !wanted(i) || !has_empty(v[i]); };
             bool all = true;
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) all = all && here(i);
             bool ok = !ctx.dead;
             if (!__all_sync(kFullMask, all)) {
-                constexpr u32 kLast = kN - 1;
-                const u32 edge = D::kIndex, slot = static_cast<u32>(index(0)), phase = which(ctx, 0);
-                if (kN > 2) {
-                    const u32 lacking = __ballot_sync(kFullMask, !here(kLast));
-                    const bool polls = (lacking & ((2u << ctx.lane) - 1)) == 1u << ctx.lane; // the first of them
-                    wait_until<true>(ctx, edge, slot, phase,
-                                     [&] { return !polls || !has_empty(load(place(base, kLast, index))); });
-                }
-                ok = wait_until<true>(ctx, edge, slot, phase, [&] {
+                ok = wait_until<true>(ctx, D::kIndex, static_cast<u32>(index(0)), which(ctx, 0), [&] {
                     bool come = true;
 #pragma unroll
                     for (u32 i = 0; i < kN; ++i) {
@@ -374,7 +380,7 @@ struct Input {
     }
 
     template <u32 kN, class Ctx, class Index>
-    MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index) {
+    MEGAGEN_DEVICE bool read(Ctx& ctx, uint4 (&v)[kN], bool valid, Index index, bool due = false) {
         const u8* base = D::pointer(ctx.p) + static_cast<u64>(index(0)) * D::kElementBytes;
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {

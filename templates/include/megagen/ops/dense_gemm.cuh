@@ -265,7 +265,7 @@ struct DenseGemm {
                     return static_cast<u64>(first) +
                            (i / 2 * (kRowBlocks * Ctx::Kernel::kTokens * kRowBlock) + i % 2 * 4);
                 };
-                if (!Op::Partials::read(ctx, v, valid, index)) return;
+                if (!Op::Partials::read(ctx, v, valid, index, c == 0)) return;
                 Op::Partials::template release<2 * kBatch>(ctx, valid, index);
 #pragma unroll
                 for (u32 i = 0; i < kBatch; ++i) add_row(y, v[2 * i], v[2 * i + 1]);

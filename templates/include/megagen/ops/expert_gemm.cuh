@@ -204,10 +204,11 @@ struct ExpertGemm {
 
     template <class Ctx>
     MEGAGEN_DEVICE bool next_entry(Ctx& ctx, Walk& walk, u32 slice, Operand& b) {
+        const bool due = walk.tile == walk.run.of(0).first; // then all of it
         if (!walk.next(kTilesPerExpert)) return false;
         const u32 row[1] = {input_of(ctx, Op::Table::get(ctx), walk.used, slice)};
         return load_operand<typename Op::In, kStagesPerTile * kGroups, 1>(
-            ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; });
+            ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }, due);
     }
 
     // Where this lane's part of an entry's inputs begins. A column without a token multiplies the first one's: nobody

@@ -28,7 +28,7 @@ struct Residual {
     static constexpr bool kScaled = requires { &Op::gain; };
     static constexpr bool kNorms = requires { typename Op::Normed; };
     static constexpr u32 kEarly = kN > 2 ? 2 * kN - 2 : 2 * kN; // halves of vectors whose gates come before the sum
-    static constexpr u32 kRounds = kNorms ? 2 : 1; // sums a token
+    static constexpr u32 kRounds = kNorms ? 2 : 1;              // sums a token
 
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
@@ -59,9 +59,9 @@ struct Residual {
         uint4 s[2 * kN];
         float n[kN][8] = {};
         // The stream has been there for long; where contributions take many registers, it comes after them.
-        if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half)) return false;
+        if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;
         if (!branch(ctx, ptx::opaque(row), n)) return false;
-        if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half)) return false;
+        if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;
         Op::Stream::template release<2 * kN>(ctx, true, half);
         float square[1] = {0};
 #pragma unroll
@@ -153,7 +153,7 @@ struct Residual {
                 const auto place = [&](u32 j) {
                     return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
                 };
-                if (!Op::In::read(ctx, v, true, place)) return false;
+                if (!Op::In::read(ctx, v, true, place, i == 0)) return false;
 #pragma unroll 1
                 for (u32 j = 0; j < kBatch; ++j) { // in registers that move on, so the loop has one body
 #pragma unroll

@@ -155,10 +155,12 @@ struct Residual {
                     return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
                 };
                 if (!Op::In::read(ctx, v, true, place)) return false;
+#pragma unroll
+                for (u32 k = 0; k < kN - kBatch; ++k) copy(n[k + kBatch], n[k]);
 #pragma unroll 1
                 for (u32 j = 0; j < kBatch; ++j) {
 #pragma unroll
-                    for (u32 k = 0; k + 1 < kN; ++k) copy(n[k + 1], n[k]);
+                    for (u32 k = kN - kBatch; k + 1 < kN; ++k) copy(n[k + 1], n[k]);
                     sum_parts<Op::kParts>(v, n[kN - 1]);
                     move_down<Op::kParts>(v);
                 }

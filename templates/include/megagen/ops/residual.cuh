@@ -145,18 +145,24 @@ struct Residual {
             for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
             return ok;
         } else {
+            // Half of the next vectors is asked for before these are added, half when the first of these are done with:
+            // as registers allow.
             constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
-            constexpr u32 kBatch = kN % 2 ? 1 : 2; // vectors on their way at once, as registers allow
+            constexpr u32 kBatch = kN % 2 ? 1 : 2, kHalf = (kBatch + 1) / 2;
+            u64 from = row;
+            const auto place = [&](u32 j) {
+                return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
+            };
+            uint4 v[kBatch * Op::kParts];
+            Op::In::template ask<kBatch * Op::kParts>(ctx, v, place);
 #pragma unroll 1
-            for (u32 i = 0; i < kN; i += kBatch) {
-                uint4 v[kBatch * Op::kParts];
-                const u64 from = row + i * Slice::kStep;
-                const auto place = [&](u32 j) {
-                    return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
-                };
-                if (!Op::In::read(ctx, v, true, place)) return false;
+            for (u32 i = 0;;) {
+                if (!Op::In::take(ctx, v, place)) return false;
 #pragma unroll
                 for (u32 k = 0; k < kN - kBatch; ++k) copy(n[k + kBatch], n[k]);
+                i += kBatch, from += kBatch * Slice::kStep;
+                uint4 next[kHalf * Op::kParts] = {};
+                if (i < kN) Op::In::template ask<kHalf * Op::kParts>(ctx, next, place);
 #pragma unroll 1
                 for (u32 j = 0; j < kBatch; ++j) {
 #pragma unroll
@@ -164,6 +170,13 @@ struct Residual {
                     sum_parts<Op::kParts>(v, n[kN - 1]);
                     move_down<Op::kParts>(v);
                 }
+                if (i >= kN) break;
+                if constexpr (kBatch > kHalf) {
+                    Op::In::template ask<(kBatch - kHalf) * Op::kParts>(
+                        ctx, v + kHalf * Op::kParts, [&](u32 j) { return place(j + kHalf * Op::kParts); });
+                }
+#pragma unroll
+                for (u32 j = 0; j < kHalf * Op::kParts; ++j) v[j] = next[j];
             }
         }
         return true;

@@ -295,12 +295,12 @@ struct Channel {
     template <u32 kN, class Ctx, class Index>
     MEGAGEN_DEVICE bool take(Ctx& ctx, uint4 (&v)[kN], Index index) {
         if constexpr (!kLamport) return read(ctx, v, true, index);
-        bool all = !ctx.dead;
+        bool here = !ctx.dead;
 #pragma unroll
-        for (u32 i = 0; i < kN; ++i) all &= !has_empty(v[i]);
-        if (!__all_sync(kFullMask, all)) return read(ctx, v, true, index);
+        for (u32 i = 0; i < kN; ++i) here &= !has_empty(v[i]);
+        if (!__all_sync(kFullMask, here)) return read(ctx, v, true, index);
 #pragma unroll
-        for (u32 i = 0; i < kN; ++i) ptx::expect_none(v[i], D::kEmpty);
+        for (const uint4& x : v) ptx::expect_none(x, D::kEmpty);
         return true;
     }
 

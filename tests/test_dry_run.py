@@ -202,7 +202,9 @@ MUTANTS = {
         FORMAT, "address(ctx, s, tile), ctx.dry)", "address(ctx, s, tile))", kinds="unwritten race"
     ),
     "accumulators: the next slot": without(FORMAT, "if (!ctx.dry) ctx.accum", "ctx.accum", kinds="deadlock race"),
-    "sum: loads": without(ROW, "base + i * kSlices * 4, ctx.dry)", "base + i * kSlices * 4)", kinds="unwritten race"),
+    "sum: loads": without(
+        ROW, "low = ptx::ld_shared_f4(mine, ctx.dry)", "low = ptx::ld_shared_f4(mine)", kinds="unwritten race"
+    ),
     "tables: entries": without(TOP_K, "if (!ctx.dry) // two lanes may have found the same place\n", "\n", kinds="race"),
     "experts: whose tokens": without(EXPERT, "ctx.dry || token <", "token <", kinds="race unwritten"),
     "experts: which tiles": without(EXPERT, "ctx.dry ? Run{{{0, 1}}} : Tiles", "Tiles", kinds="race unwritten"),

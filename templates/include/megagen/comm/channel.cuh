@@ -327,6 +327,27 @@ struct Channel {
         }
     }
 
+    // A read in two parts, for a reader that has other things to do in between: `ask` puts loads on their way, `take`
+    // waits until all of them have brought something. Only of data that is its own flag: other data `take` reads.
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE void ask(const Ctx& ctx, uint4* v, Index index) {
+        u8* base = copy(ctx, ctx.heap());
+#pragma unroll
+        for (u32 i = 0; i < kN; ++i) v[i] = kLamport ? load(place(base, i, index)) : uint4{0, 0, 0, 0};
+    }
+
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE bool take(Ctx& ctx, uint4 (&v)[kN], Index index) {
+        if constexpr (!kLamport) return read(ctx, v, true, index);
+        bool here = !ctx.dead;
+#pragma unroll
+        for (u32 i = 0; i < kN; ++i) here &= !has_empty(v[i]);
+        if (!__all_sync(kFullMask, here)) return read(ctx, v, true, index);
+#pragma unroll
+        for (const uint4& x : v) ptx::expect_none(x, D::kEmpty);
+        return true;
+    }
+
     // The reader hands a slot back, if that is its duty: the same indices that it read.
     template <u32 kN, class Ctx, class Index>
     MEGAGEN_DEVICE void release(const Ctx& ctx, bool valid, Index index) {

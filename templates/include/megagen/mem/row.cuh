@@ -53,6 +53,24 @@ MEGAGEN_DEVICE uint4 transpose(const float (&row)[4], u32 lane) {
     return {__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])};
 }
 
+// What is in registers moves down `kBy` places: a loop over it has one body then. The first are lost, the last stay.
+template <u32 kBy, class V, u32 kAll>
+MEGAGEN_DEVICE void move_down(V (&all)[kAll]) {
+#pragma unroll
+    for (u32 i = 0; i + kBy < kAll; ++i) all[i] = all[i + kBy];
+}
+
+// As above; the first become the last.
+template <u32 kBy, class V, u32 kAll>
+MEGAGEN_DEVICE void turn(V (&all)[kAll]) {
+    V first[kBy];
+#pragma unroll
+    for (u32 i = 0; i < kBy; ++i) first[i] = all[i];
+    move_down<kBy>(all);
+#pragma unroll
+    for (u32 i = 0; i < kBy; ++i) all[kAll - kBy + i] = first[i];
+}
+
 // y += eight consecutive fp32 numbers.
 MEGAGEN_DEVICE void add_row(float (&y)[8], uint4 low, uint4 high) {
     const u32 word[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -84,8 +102,8 @@ MEGAGEN_DEVICE u32 order_key(float x) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// Four fp32 weights, here and now: loads of constants may be moved out of a loop over tokens, into registers that are
-// wanted for other things.
+// Four fp32 weights, loaded where this stands. A load of constants may be moved, out of a loop over tokens or up to
+// where registers are wanted for other things.
 MEGAGEN_DEVICE float4 load_here(const u8* p) {
     const uint4 v = ptx::ld_global_v4(p);
     return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};

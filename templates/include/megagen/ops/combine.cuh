@@ -28,7 +28,9 @@ struct Combine {
     static constexpr u32 kN = Slice::kVectors;
     static constexpr u32 kTopK = Op::kTopK;
     static constexpr u32 kLanes = 32 / kTopK; // that get the same slot's sum
-    static constexpr u32 kPass = 2;           // slots that a loop over them takes in one round
+    static constexpr u32 kPass = 2;           // slots that a round of a loop over them takes
+    static_assert(kTopK % 4 == 0 && 32 % kTopK == 0, "four weights are a vector, and lanes share sums evenly");
+
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void compute(Ctx& ctx) {
         const u32 slice = ctx.warp - kFirstWarp;
@@ -69,7 +71,7 @@ struct Combine {
 #pragma unroll
                 for (u32 i = 0; i < kPass; ++i) {
                     add(__shfl_sync(kFullMask, factor, (s + i) * kLanes), x, out);
-                    turn<kN>(x);
+                    move_down<kN>(x);
                 }
             }
 #pragma unroll
@@ -78,23 +80,11 @@ struct Combine {
 #pragma unroll
                 for (u32 e = 0; e < 4; ++e)
                     word[e] = ptx::cvt_bf16x2(out[i][2 * e] * gain[i][2 * e], out[i][2 * e + 1] * gain[i][2 * e + 1]);
-                Op::Out::send(ctx, token, Slice::element(slice, ctx.lane, i),
+                Op::Out::send(ctx, token, static_cast<u64>(Slice::element(slice, ctx.lane, 0)) + i * Slice::kStep,
                               uint4{word[0], word[1], word[2], word[3]});
             }
             Op::Out::publish(ctx);
         }
-    }
-
-    // The first `kBy` become the last: so a loop over what is in registers has one body.
-    template <u32 kBy, class V, u32 kAll>
-    MEGAGEN_DEVICE void turn(V (&all)[kAll]) {
-        V first[kBy];
-#pragma unroll
-        for (u32 i = 0; i < kBy; ++i) first[i] = all[i];
-#pragma unroll
-        for (u32 i = 0; i + kBy < kAll; ++i) all[i] = all[i + kBy];
-#pragma unroll
-        for (u32 i = 0; i < kBy; ++i) all[kAll - kBy + i] = first[i];
     }
 
     MEGAGEN_DEVICE void add(float factor, const uint4* x, float (&out)[kN][8]) {

@@ -39,17 +39,18 @@ struct Residual {
         if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
-            if (!row(ctx, token, slice, (token - mine.first) * kRounds)) return;
+            if (!one(ctx, token, slice, (token - mine.first) * kRounds)) return;
         }
     }
 
-    // Everything but the branch is on its way before it is wanted.
+    // A token. Everything but what the branch made is on its way before it is wanted. Arrays are filled in every case,
+    // or they would stay in registers from token to token.
     template <class Ctx>
-    MEGAGEN_DEVICE bool row(Ctx& ctx, u32 token, u32 slice, u32 round) {
+    MEGAGEN_DEVICE bool one(Ctx& ctx, u32 token, u32 slice, u32 round) {
         // Constant distances from one address: many addresses would stay in registers.
         const u32 first = Slice::element(slice, ctx.lane, 0), row = token * Op::kWidth + first;
-        const auto half = [&](u32 i) { return static_cast<u64>(row) + (i / 2 * Slice::kStep + i % 2 * 4); };
-        const auto at = [&](u32 i) { return i / 2 * Slice::kStep + i % 2 * 4; };
+        const auto at = [](u32 i) { return i / 2 * Slice::kStep + i % 2 * 4; };
+        const auto half = [&](u32 i) { return static_cast<u64>(row) + at(i); };
         const u8* gates = Op::gate(ctx.p) + first * 4;
         float gain[kScaled ? kN : 1][8];
         if constexpr (kScaled) {
@@ -92,14 +93,14 @@ struct Residual {
             }
             square[0] = 0;
 #pragma unroll
-            for (u32 i = kEarly; i < 2 * kN; ++i) load_gate(i);
+            for (u32 h = kEarly; h < 2 * kN; ++h) load_gate(h);
 #pragma unroll
-            for (u32 i = 0; i < 2 * kN; ++i) {
-                s[i] = mix(s[i], n[i / 2] + i % 2 * 4, r, factor[2 * i], factor[2 * i + 1]);
-                Op::Out::send(ctx, token, static_cast<u64>(first) + at(i), s[i]);
+            for (u32 h = 0; h < 2 * kN; ++h) {
+                s[h] = mix(s[h], n[h / 2] + h % 2 * 4, r, factor[2 * h], factor[2 * h + 1]);
+                Op::Out::send(ctx, token, static_cast<u64>(first) + at(h), s[h]);
                 if constexpr (kNorms) {
                     float x[4];
-                    unpack<4>(s[i], x);
+                    unpack<4>(s[h], x);
 #pragma unroll
                     for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
                 }
@@ -108,7 +109,7 @@ struct Residual {
             if constexpr (!kNorms) return true;
             if constexpr (kNorms) {
 #pragma unroll
-                for (u32 i = 0; i < 2 * kN; ++i) factor[i] = load_here(Op::next_gain(ctx.p) + first * 4 + at(i) * 4);
+                for (u32 h = 0; h < 2 * kN; ++h) factor[h] = load_here(Op::next_gain(ctx.p) + first * 4 + at(h) * 4);
             }
         }
     }
@@ -144,24 +145,39 @@ struct Residual {
             for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
             return ok;
         } else {
+            // Half of the next vectors is asked for before these are added, half when the first of these are done with:
+            // as registers allow.
             constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
-            constexpr u32 kBatch = kN % 2 ? 1 : 2; // vectors on their way at once, as registers allow
+            constexpr u32 kBatch = kN % 2 ? 1 : 2, kHalf = (kBatch + 1) / 2;
+            u64 from = row;
+            const auto place = [&](u32 j) {
+                return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
+            };
+            uint4 v[kBatch * Op::kParts];
+            if (!Op::In::template await<kBatch * Op::kParts>(ctx, [](u32) { return true; }, place)) return false;
+            Op::In::template ask<kBatch * Op::kParts>(ctx, v, place);
 #pragma unroll 1
-            for (u32 i = 0; i < kN; i += kBatch) {
-                uint4 v[kBatch * Op::kParts];
-                const u64 from = row + i * Slice::kStep;
-                const auto place = [&](u32 j) {
-                    return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
-                };
-                if (!Op::In::read(ctx, v, true, place, i == 0)) return false;
-#pragma unroll 1
-                for (u32 j = 0; j < kBatch; ++j) { // in registers that move on, so the loop has one body
+            for (u32 i = 0;;) {
+                if (!Op::In::take(ctx, v, place)) return false;
 #pragma unroll
-                    for (u32 k = 0; k + 1 < kN; ++k) copy(n[k + 1], n[k]);
+                for (u32 k = 0; k < kN - kBatch; ++k) copy(n[k + kBatch], n[k]);
+                i += kBatch, from += kBatch * Slice::kStep;
+                uint4 next[kHalf * Op::kParts] = {};
+                if (i < kN) Op::In::template ask<kHalf * Op::kParts>(ctx, next, place);
+#pragma unroll 1
+                for (u32 j = 0; j < kBatch; ++j) {
+#pragma unroll
+                    for (u32 k = kN - kBatch; k + 1 < kN; ++k) copy(n[k + 1], n[k]);
                     sum_parts<Op::kParts>(v, n[kN - 1]);
-#pragma unroll
-                    for (u32 k = 0; k < (kBatch - 1) * Op::kParts; ++k) v[k] = v[k + Op::kParts];
+                    move_down<Op::kParts>(v);
                 }
+                if (i >= kN) break;
+                if constexpr (kBatch > kHalf) {
+                    Op::In::template ask<(kBatch - kHalf) * Op::kParts>(
+                        ctx, v + kHalf * Op::kParts, [&](u32 j) { return place(j + kHalf * Op::kParts); });
+                }
+#pragma unroll
+                for (u32 j = 0; j < kHalf * Op::kParts; ++j) v[j] = next[j];
             }
         }
         return true;

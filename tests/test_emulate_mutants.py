@@ -76,7 +76,7 @@ class Mutant:
 # Lines that reports lead to.
 MULTIPLY = (FORMAT, "const float4 a = ptx::ld_shared_f4(slice + ((q * 8 + j) * 32 + lane) * 16);")
 EXPECT = (STREAM, "ptx::mbarrier_arrive_expect_tx(bar, s.bytes);")
-COPY = (STREAM, "ptx::bulk_load_hint(to, s.next.at, s.bytes, bar, ptx::policy_evict_first());")
+COPY = (STREAM, "bar, ptx::policy_evict_first());")
 PUT = (FORMAT, "ptx::st_shared_f4(address(ctx, slice, n)")
 TAKE = (FORMAT, "part[s] = ptx::ld_shared_f4(address(ctx, s, tile), ctx.dry);")
 FULL = (RING, "return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);")
@@ -97,12 +97,14 @@ SEND_PEER = (CHANNEL, "ptx::st_relaxed_sys(to, v);")
 PLAIN_SENDS = tuple((CHANNEL, f"ptx::st_global_{width}(p, v);") for width in ("u32", "v2", "v4"))
 TAKEN = (CHANNEL, "ptx::expect_none(v[i], D::kEmpty);")
 EMPTIED = (RESET, "ptx::st_global_v4(base + 16 * at,")
+NOTES = ("debug/hang.cuh", "ptx::st_shared_v4(ctx.shared + Ctx::Kernel::kNotes + ctx.lane * kNoteBytes,")
 TRY = (BARRIER, "return ptx::mbarrier_try_wait_parity(bar, parity);")
 ARRIVED = (BARRIER, "ptx::mbarrier_arrive(address(ctx, slot));\n    }\n\n    // Hands")
 
 ONE = "if (ctx.lane == 0 && !ctx.dry) "
 ARRIVE = f"{ONE}ptx::mbarrier_arrive(address(ctx, slot));"
-ARRIVE_EXPECT, BULK = EXPECT[1], COPY[1]
+ARRIVE_EXPECT = EXPECT[1]
+BULK = "ptx::bulk_load_hint(to, s.next.at, s.bytes, bar, ptx::policy_evict_first());"
 ADDRESS = "copy(ctx, ctx.heap()) + (row * D::kRowStride + e"
 ADD = "ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);"
 MEET = "ptx::bar_sync(kReady, 32 * K::kWarps);"
@@ -240,7 +242,7 @@ MUTANTS = (
         "begin: nobody waits",
         one(KERNEL, MEET, ""),
         "uninitialised_barrier race",
-        (TRY, ARRIVED, EXPECT),
+        (TRY, ARRIVED, EXPECT, NOTES),
     ),
     Mutant(
         "begin: no fence after init",

@@ -34,8 +34,8 @@ TP = 2
 
 BARRIER, RING, WAIT = "sync/barrier.cuh", "sync/ring.cuh", "sync/wait.cuh"
 CHANNEL, OPERAND, ROW, FORMAT = "comm/channel.cuh", "mem/operand.cuh", "mem/row.cuh", "mma/format.cuh"
-KERNEL, TYPES = "kernel.cuh", "types.cuh"
-DENSE, EXPERT, TOP_K = "ops/dense_gemm.cuh", "ops/expert_gemm.cuh", "ops/top_k.cuh"
+KERNEL, TYPES, RESET = "kernel.cuh", "types.cuh", "comm/reset.cuh"
+DENSE, EXPERT, TOP_K, STREAM = "ops/dense_gemm.cuh", "ops/expert_gemm.cuh", "ops/top_k.cuh", "ops/stream.cuh"
 
 COUNTER, FLAG = {"sync": "counter"}, {"sync": "flag"}
 CLUSTER = {"sync": "cluster", "cluster": "2"}
@@ -75,8 +75,8 @@ class Mutant:
 
 # Lines that reports lead to.
 MULTIPLY = (FORMAT, "const float4 a = ptx::ld_shared_f4(slice + ((q * 8 + j) * 32 + lane) * 16);")
-EXPECT = (RING, "ptx::mbarrier_arrive_expect_tx(bar, bytes);")
-COPY = (RING, "ptx::bulk_load_hint(")
+EXPECT = (STREAM, "ptx::mbarrier_arrive_expect_tx(bar, s.bytes);")
+COPY = (STREAM, "bar, ptx::policy_evict_first());")
 PUT = (FORMAT, "ptx::st_shared_f4(address(ctx, slice, n)")
 TAKE = (FORMAT, "part[s] = ptx::ld_shared_f4(address(ctx, s, tile), ctx.dry);")
 FULL = (RING, "return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);")
@@ -95,17 +95,21 @@ SEND = (CHANNEL, "ptx::st_relaxed_gpu(to, v);")
 SEND_PEER = (CHANNEL, "ptx::st_relaxed_sys(to, v);")
 PLAIN_SENDS = tuple((CHANNEL, f"ptx::st_global_{width}(p, v);") for width in ("u32", "v2", "v4"))
 TAKEN = (CHANNEL, "ptx::expect_none(v[i], D::kEmpty);")
-EMPTIED = (CHANNEL, "ptx::st_global_v4(base + 16 * i,")
+EMPTIED = (RESET, "ptx::st_global_v4(base + 16 * at,")
+NOTES = ("debug/hang.cuh", "ptx::st_shared_v4(ctx.shared + Ctx::Kernel::kNotes + ctx.lane * kNoteBytes,")
 TRY = (BARRIER, "return ptx::mbarrier_try_wait_parity(bar, parity);")
 ARRIVED = (BARRIER, "ptx::mbarrier_arrive(address(ctx, slot));\n    }\n\n    // Hands")
 
 ONE = "if (ctx.lane == 0 && !ctx.dry) "
 ARRIVE = f"{ONE}ptx::mbarrier_arrive(address(ctx, slot));"
-ARRIVE_EXPECT = "ptx::mbarrier_arrive_expect_tx(bar, bytes);"
-BULK = "ptx::bulk_load_hint(to, pieces[i].source, pieces[i].bytes, bar, policy);"
+ARRIVE_EXPECT = EXPECT[1]
+BULK = "ptx::bulk_load_hint(to, s.next.at, s.bytes, bar, ptx::policy_evict_first());"
 ADDRESS = "copy(ctx, ctx.heap()) + (static_cast<E>(row) * D::kRowStride + e"
 ADD = "ptx::red_add_release_gpu(counter(ctx, ctx.heap()), tiles);"
-BEGIN = "        __syncthreads();\n        if constexpr (K::kCluster > 1) {\n            ptx::cluster_arrive_relaxed();"
+MEET = "ptx::bar_sync(kReady, 32 * K::kWarps);"
+CLUSTER_MEETS = (
+    "            ptx::cluster_arrive_relaxed();\n            ptx::cluster_wait();\n        } else if (warp == 0)"
+)
 READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, index)) return;"
 RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, index);"
 RELEASED = "                Ctx::Ring::release(ctx, acc.sum(0, 0));\n                if (!Ctx::Accum::put"
@@ -126,9 +130,9 @@ MUTANTS = (
     Mutant(
         "load: fills the next slot",
         one(
-            RING,
-            "ptx::bulk_load_hint(to,",
-            "ptx::bulk_load_hint(ctx.shared + R::kOffset + (ctx.ring.slot + 1) % R::kStages * R::kStageBytes,",
+            STREAM,
+            BULK,
+            BULK.replace("to,", "ctx.shared + Policy::kOffset + (slot + 1) % kStages * Policy::kStageBytes,"),
         ),
         "race unwritten overwritten",
         (COPY, MULTIPLY),
@@ -141,7 +145,11 @@ MUTANTS = (
     ),
     Mutant(
         "load: ignores Empty",
-        one(RING, "if (!Empty::wait(ctx, ctx.ring.slot, ctx.ring.phase ^ 1)) return false;", ""),
+        one(
+            STREAM,
+            "if (ctx.ring_loads >= kStages && !Ring::Empty::wait(ctx, slot, phase ^ 1)) return false;",
+            "",
+        ),
         "too_many_arrivals overwritten race",
         (EXPECT, COPY),
     ),
@@ -176,40 +184,40 @@ MUTANTS = (
     ),
     Mutant(
         "load: in_flight waits for the wrong phase",
-        one(RING, "ctx.ring.phase ^ (wrapped ? 1 : 0))) return", "ctx.ring.phase)) return"),
+        one(STREAM, "phase ^ (wrapped ? 1 : 0)))", "phase))"),
         "deadlock",
         says="pooler.load_weights waiting for barrier 'ring_full'",
         on=Variant({"in_flight": "36"}),
     ),
-    Mutant("load: tells no bytes", one(RING, ARRIVE_EXPECT, "ptx::mbarrier_arrive(bar);"), "no_expect_tx", (COPY,)),
+    Mutant("load: tells no bytes", one(STREAM, ARRIVE_EXPECT, "ptx::mbarrier_arrive(bar);"), "no_expect_tx", (COPY,)),
     Mutant(
         "load: tells too few bytes",
-        one(RING, ARRIVE_EXPECT, ARRIVE_EXPECT.replace("bytes)", "bytes - 16)")),
+        one(STREAM, ARRIVE_EXPECT, ARRIVE_EXPECT.replace("bytes)", "bytes - 16)")),
         "no_expect_tx",
         (COPY,),
     ),
     Mutant(
         "load: tells too many bytes",
-        one(RING, ARRIVE_EXPECT, ARRIVE_EXPECT.replace("bytes)", "bytes + 16)")),
+        one(STREAM, ARRIVE_EXPECT, ARRIVE_EXPECT.replace("bytes)", "bytes + 16)")),
         "deadlock",
         says="router.math waiting for barrier 'ring_full'",
     ),
     Mutant(
         "load: copies too little",
-        one(RING, BULK, BULK.replace("bytes", "bytes - 16")),
+        one(STREAM, BULK, BULK.replace("bytes", "bytes - 16")),
         "deadlock",
         says="router.math waiting for barrier 'ring_full'",
     ),
     Mutant(
         "load: copies too much",
-        one(RING, BULK, BULK.replace("bytes", "bytes + 16")),
+        one(STREAM, BULK, BULK.replace("bytes", "bytes + 16")),
         "no_expect_tx out_of_bounds",
         (COPY,),
     ),
-    Mutant("load: copies half a unit", one(RING, BULK, BULK.replace("bytes", "bytes - 8")), "misaligned", (COPY,)),
+    Mutant("load: copies half a unit", one(STREAM, BULK, BULK.replace("bytes", "bytes - 8")), "misaligned", (COPY,)),
     Mutant(
         "load: copies from a crooked address",
-        one(RING, BULK, BULK.replace("pieces[i].source", "static_cast<const u8*>(pieces[i].source) + 8")),
+        one(STREAM, BULK, BULK.replace("s.next.at", "s.next.at + 8")),
         "misaligned",
         (COPY,),
     ),
@@ -230,10 +238,10 @@ MUTANTS = (
         (SUM_LOAD,),
     ),
     Mutant(
-        "begin: no __syncthreads",
-        one(KERNEL, BEGIN, BEGIN.removeprefix("        __syncthreads();\n")),
+        "begin: nobody waits",
+        one(KERNEL, MEET, ""),
         "uninitialised_barrier race",
-        (TRY, ARRIVED, EXPECT),
+        (TRY, ARRIVED, EXPECT, NOTES),
     ),
     Mutant(
         "begin: no fence after init",
@@ -399,16 +407,16 @@ MUTANTS = (
     # -- lamport
     Mutant(
         "reset: the copy in use",
-        one(CHANNEL, "copy(ctx, ctx.heap(), kAhead);", "copy(ctx, ctx.heap(), 0);"),
+        one(RESET, "which(ctx, D::kCopies - 1)", "which(ctx, 0)"),
         "race",
         (EMPTIED, SEND, SEND_PEER),
     ),
     Mutant(
         "reset: the copy that peers fill next",
         one(
-            CHANNEL,
-            "constexpr u32 kAhead = D::kCopies - 1;",
-            "constexpr u32 kAhead = D::kCopies == 3 ? 1 : D::kCopies - 1;",
+            RESET,
+            "which(ctx, D::kCopies - 1)",
+            "which(ctx, D::kCopies == 3 ? 1 : D::kCopies - 1)",
         ),
         "race",
         (EMPTIED, SEND_PEER),
@@ -416,7 +424,7 @@ MUTANTS = (
     ),
     Mutant(
         "reset: never",
-        one(CHANNEL, "if constexpr (kLamport && !D::kReaderResets) {", "if constexpr (false) {"),
+        one(RESET, "if constexpr (kEmptied<D>) {", "if constexpr (false) {"),
         wrong="empty slots",
         on=Variant(tokens=1, launches=2),
     ),
@@ -641,8 +649,8 @@ MUTANTS = (
         "begin: no cluster barrier",
         one(
             KERNEL,
-            BEGIN + "\n            ptx::cluster_wait();",
-            "        __syncthreads();\n        if constexpr (K::kCluster > 1) {",
+            CLUSTER_MEETS,
+            "        } else if (warp == 0)",
         ),
         "uninitialised_barrier race",
         ((CHANNEL, "ptx::st_async("),),

@@ -153,7 +153,7 @@ def _lines(plan: Plan, program: ProgramPlan) -> Iterator[str]:
         yield "});"
     for alike, group in groupby(program.steps[end:], lambda step: _expert_math(plan, step)):
         if alike:
-            yield _experts(plan, list(group))
+            yield from _experts(plan, list(group))
         else:
             for step in group:
                 yield from _step(plan, step)
@@ -163,9 +163,11 @@ def _expert_math(plan: Plan, step: StepPlan) -> bool:
     return step.op is not None and step.call == "math" and plan.op(step.op).struct == EXPERTS
 
 
-def _experts(plan: Plan, steps: Sequence[StepPlan]) -> str:
-    args = [steps[0].index, *steps[0].args, *(f"policy::{camel(step.op)}" for step in steps if step.op)]
-    return f"ops::expert_math<{', '.join(map(str, args))}>(ctx);{at(steps[0].source, '  // ')}"
+def _experts(plan: Plan, steps: Sequence[StepPlan]) -> Iterator[str]:
+    yield f"ops::expert_math<{', '.join(map(str, (steps[0].index, *steps[0].args)))},"
+    for step in steps:
+        assert step.op is not None
+        yield f"  policy::{camel(step.op)}{'>(ctx);' if step is steps[-1] else ','}{at(step.source, '  // ')}"
 
 
 def _step(plan: Plan, step: StepPlan) -> Iterator[str]:

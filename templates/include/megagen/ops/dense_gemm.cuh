@@ -108,8 +108,7 @@ struct DenseGemm {
             return Op::weight(ctx.p) + static_cast<u64>(band * kRowBlocks + u.row_block) * Op::kStageBytes;
         }
 
-        MEGAGEN_DEVICE u32 count_of(const Range& run) { return (run.last - run.first) * kStages; }
-
+        // Of a run the stages from the i-th on that lie in a row.
         template <class Ctx>
         MEGAGEN_DEVICE Stretch stretch(const Ctx& ctx, const Range& run, u32 i) {
             if constexpr (kStages > 1) return {source(ctx, i), 1};
@@ -127,7 +126,9 @@ struct DenseGemm {
 
     template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
     MEGAGEN_DEVICE void load_weights(Ctx& ctx, StreamState& s) {
-        Stream::template next<kFirst, kLast, kInFlight>(ctx, s);
+        const Range run = Tiles::run(ctx);
+        Stream::template next<kFirst, kLast, kInFlight>(s, (run.last - run.first) * kStages,
+                                                        [&](u32 i) { return Tiles::stretch(ctx, run, i); });
     }
 
     template <u32 kFirst, u32 kLast, class Ctx>

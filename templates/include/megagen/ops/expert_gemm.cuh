@@ -98,13 +98,17 @@ struct ExpertGemm {
     struct Tiles {
         template <class Ctx>
         MEGAGEN_DEVICE Run run(const Ctx& ctx) {
-            const ExpertTable table = Op::Table::get(ctx);
-            const u32 all = table.used(ctx.dry) * kTilesPerExpert;
+            return run(ctx, Op::Table::get(ctx));
+        }
+
+        template <class Ctx>
+        MEGAGEN_DEVICE Run run(const Ctx& ctx, const ExpertTable& table) {
+            const u32 all = table.used() * kTilesPerExpert;
             const Range mine = share_of(all, ctx.block, Ctx::Kernel::kBlocks);
             if constexpr (!Past::kFirst) {
                 return {{mine}};
             } else {
-                const u32 some = table.ahead(ctx.dry) * kTilesPerExpert;
+                const u32 some = table.ahead() * kTilesPerExpert;
                 const Range ahead = share_of(some, ctx.block, Ctx::Kernel::kBlocks);
                 // In all as many as without them, where each block has one of the others; else these are dealt alike.
                 if (all - some < Ctx::Kernel::kBlocks) {
@@ -129,17 +133,15 @@ struct ExpertGemm {
             return Op::weight(ctx.p) + stage * Op::kStageBytes;
         }
 
-        MEGAGEN_DEVICE u32 count_of(const Run& run) { return run.count() * kStagesPerTile; }
-
-        // An entry's tiles lie in a row.
+        // Of a run the stages from the i-th on that lie in a row: an entry's tiles do.
         template <class Ctx>
-        MEGAGEN_DEVICE Stretch stretch(const Ctx& ctx, const Run& run, u32 i) {
+        MEGAGEN_DEVICE Stretch stretch(const Ctx& ctx, const ExpertTable& table, const Run& run, u32 i) {
             const u32 tile = run.tile(i / kStagesPerTile), of = tile % kTilesPerExpert;
             u32 tiles = kTilesPerExpert - of;
             if constexpr (Run::kParts > 1) {
                 if (tile < run.part[0].last && tiles > run.part[0].last - tile) tiles = run.part[0].last - tile;
             }
-            const u32 expert = Op::Table::get(ctx).expert(tile / kTilesPerExpert, ctx.dry);
+            const u32 expert = table.expert(tile / kTilesPerExpert);
             const u64 stage = static_cast<u64>(expert * kTilesPerExpert + of) * kStagesPerTile + i % kStagesPerTile;
             return {Op::weight(ctx.p) + stage * Op::kStageBytes, tiles * kStagesPerTile - i % kStagesPerTile};
         }
@@ -150,12 +152,15 @@ struct ExpertGemm {
     // hand.
     template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
     MEGAGEN_DEVICE void load_weights(Ctx& ctx, StreamState& s) {
-        ctx.dry = ptx::opaque(s.done == 0) != 0;
+        ExpertTable table = Op::Table::get(ctx);
+        table.any = ptx::opaque(s.done == 0) != 0;
 #pragma unroll 1
         for (;;) {
-            Stream::template next<kFirst, kLast, kInFlight>(ctx, s);
-            if (!ctx.dry) return;
-            ctx.dry = ptx::opaque(0) != 0;
+            const Run run = Tiles::run(ctx, table);
+            Stream::template next<kFirst, kLast, kInFlight>(s, run.count() * kStagesPerTile,
+                                                            [&](u32 i) { return Tiles::stretch(ctx, table, run, i); });
+            if (!table.any) return;
+            table.any = ptx::opaque(0) != 0;
             s.next.stages = 0;
             if (!Op::Table::wait(ctx)) return;
         }

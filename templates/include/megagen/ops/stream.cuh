@@ -1,7 +1,6 @@
 // The weight side of a GEMM: which stages a block loads, into the ring or into L2. Shared by the GEMM op kinds.
 //
-// Tiles: count(ctx) stages of this block, and source(ctx, i), the address of the i-th; run(ctx), something of which
-// count_of(run) makes the same number and stretch(ctx, run, i) the stages from the i-th on that lie in a row.
+// Tiles: count(ctx) stages of this block, and source(ctx, i), the address of the i-th.
 #pragma once
 
 #include <megagen/kernel.cuh>
@@ -84,15 +83,14 @@ template <class Tiles, u32 kBytes, Hint kHint>
 struct WeightStream {
     static_assert(kBytes < 1u << 20, "an L2 prefetch of 1 MB is encoded as one of nothing");
 
-    // The next stretch of stages [first, last) of this block, in shares, at most kInFlight on their way at once.
-    template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
-    MEGAGEN_DEVICE void next(const Ctx& ctx, StreamState& s) {
-        const auto run = Tiles::run(ctx);
-        const u32 n = Tiles::count_of(run);
+    // The next stretch of stages [first, last) of a block's n, in shares, at most kInFlight on their way at once.
+    // from(i): the stages from the i-th on that lie in a row.
+    template <u32 kFirst, u32 kLast, u32 kInFlight, class From>
+    MEGAGEN_DEVICE void next(StreamState& s, u32 n, From from) {
         const u32 i = n * kFirst / kWhole + s.done, last = n * kLast / kWhole;
         s.bytes = kBytes, s.in_flight = kInFlight, s.hint = kHint;
         if (i >= last) return;
-        s.next = Tiles::stretch(ctx, run, i);
+        s.next = from(i);
         if (s.next.stages > last - i) s.next.stages = last - i;
     }
 

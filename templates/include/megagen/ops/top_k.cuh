@@ -23,11 +23,11 @@ struct ExpertTable {
     static constexpr u32 kBytes = kEntries + 2 * kColumns * kPairs;
 
     u32 base;
+    bool any = false; // there may be no table yet, and nobody cares what is read
 
-    // Where `any`, there may be no table yet, and nobody cares.
-    __device__ __forceinline__ u32 used(bool any = false) const { return ptx::ld_shared_u32(base + kUsed, any); }
-    __device__ __forceinline__ u32 ahead(bool any = false) const { return ptx::ld_shared_u32(base + kAhead, any); }
-    __device__ __forceinline__ u32 expert(u32 i, bool any = false) const {
+    __device__ __forceinline__ u32 used() const { return ptx::ld_shared_u32(base + kUsed, any); }
+    __device__ __forceinline__ u32 ahead() const { return ptx::ld_shared_u32(base + kAhead, any); }
+    __device__ __forceinline__ u32 expert(u32 i) const {
         return ptx::ld_shared_u16(base + kExpert + 2 * (any ? 0 : i), any);
     }
     __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u16(base + kCount + 2 * i); }

@@ -80,43 +80,66 @@ struct Attention : AttentionTile {
         }
     }
 
+    // Both tokens' queries of a head; zeros past the launch's tokens. A product's left side is four registers in a row:
+    // those of a load would be copied before every product, those of a choice are made there.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool chosen_queries(Ctx& ctx, u32 head, u32 (&a)[2][kWords]) {
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            const u32 token = ctx.lane / 4 + 8 * h;
+            const bool valid = token < ctx.tokens;
+            const u32 first = (valid ? token : 0) * kWidth + head * kHeadDim + ctx.lane % 4 * 16;
+            uint4 q[2];
+            if (!Op::Q::read(ctx, q, true, [=](u32 i) { return first + i * 8; })) return false;
+            words_of(q, 0, a[h]);
+#pragma unroll
+            for (u32 i = 0; i < kWords; ++i) a[h][i] = valid ? a[h][i] : 0;
+        }
+        return true;
+    }
+
     template <class Ctx>
     MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Rows& rows, u32 slot, u32 head) {
         const u32 g = ctx.lane / 4, t = ctx.lane % 4;
         const u32 start = (live.begin + live.after(slot)) * kKeyChunk;
         const u32 chunk = (head / (Op::kHeads / Op::kKvHeads) * Op::kChunks + slot) * kKeyChunk;
         const auto fragment = [&](u32 i) { return (chunk + g / 2 * 16 + i / 2 * 2 + g % 2) * 64 + t * 16 + i % 2 * 8; };
-        uint4 q[2][2], k[2 * kTiles], v[2 * kTiles];
-        bool ok = queries<typename Op::Q, kWidth>(ctx, head, q);
-        ok = ok && Op::Keys::read(ctx, k, true, fragment) && Op::Values::read(ctx, v, true, fragment);
-        if (!ok) return false;
-
         u32 a[2][kWords];
-        words_of(q[0], 0, a[0]);
-        words_of(q[1], 0, a[1]);
+        uint4 k[2 * kTiles], v[2 * kTiles];
+        if (!chosen_queries(ctx, head, a) || !Op::Keys::read(ctx, k, true, fragment)) return false;
+
         float s[kTiles][4] = {}; // rows g (0, 1) and g + 8 (2, 3), keys 16 t + 2 n and the next
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) multiply(s, half, left(a), k, half * kTiles);
+        // Values are asked for when the keys do not need their registers any more.
+        if (ptx::never_true(s[0][0] + s[kTiles - 1][0]) || !Op::Values::read(ctx, v, true, fragment)) return false;
         const bool whole = start + kKeyChunk <= ctx.context && start + Op::kWindow > ctx.context + 15;
-        if (!whole) {
+        float most[2] = {}, sum[2] = {};
+        u32 p[kTiles][2] = {};
+#pragma unroll 1
+        for (u32 h = ctx.tokens > 8 ? 2 : 1; h-- > 0;) { // rolled, or it would be twice the code
+            float x[kTiles][4];
 #pragma unroll
-            for (u32 h = 0; h < 2; ++h)
-                mask(seen(ctx, oldest(rows.position[h]), rows.ancestors[h], start + t * 16), h, s);
-        }
-        float most[2], sum[2];
-        u32 p[kTiles][2];
+            for (u32 n = 0; n < kTiles; ++n)
+                x[n][0] = row_of(h, s[n][0], s[n][2]), x[n][1] = row_of(h, s[n][1], s[n][3]);
+            if (!whole) {
+                const u32 position = row_of(h, rows.position[0], rows.position[1]);
+                mask(seen(ctx, oldest(position), row_of(h, rows.ancestors[0], rows.ancestors[1]), start + t * 16), 0,
+                     x);
+            }
 #pragma unroll
-        for (u32 h = 0; h < 2; ++h) {
-            most[h] = quad_max(most_of(s, h, s[0][2 * h]));
-            const float shift = most[h] == __uint_as_float(kNone) ? 0.0f : -(most[h] * Op::kScale);
-            sum[h] = quad_sum(weights_of(s, h, Op::kScale, shift, 0, p));
+            for (u32 n = 0; n < kTiles; ++n) p[n][1] = p[n][0];
+            most[1] = most[0], sum[1] = sum[0];
+            most[0] = quad_max(most_of(x, 0, x[0][0]));
+            const float shift = most[0] == __uint_as_float(kNone) ? 0.0f : -(most[0] * Op::kScale);
+            sum[0] = quad_sum(weights_of(x, 0, Op::kScale, shift, 0, p));
         }
 
         if (start < live.first || start + kKeyChunk > live.end) drop_unseen(live.first, live.end, start + t * 16, v);
         float o[kTiles][4] = {};
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) multiply(o, half, left(p), v, half * kTiles);
-        send_partials<typename Op::Partials>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
+        send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
         return true;
     }
 

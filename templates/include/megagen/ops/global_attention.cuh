@@ -205,8 +205,8 @@ struct GlobalAttention : AttentionTile {
             start += kStageChunks * kKeyChunk;
         }
         const float sum[2] = {sums.weights[0], sums.weights[2]};
-        send_partials<typename Op::Partials>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
-                                             sums.most, sum);
+        send_partials<typename Op::Partials, 2>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
+                                                sums.most, sum);
         return true;
     }
 

@@ -189,10 +189,20 @@ struct AttentionTile {
         }
     }
 
+    // How far four dims' gates are open, those from `dim` of a vector.
+    MEGAGEN_DEVICE void opened(uint4 gate, u32 dim, float (&open)[4]) {
+        const u32 pair[2] = {dim % 8 ? gate.z : gate.x, dim % 8 ? gate.w : gate.y};
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e) {
+            open[2 * e] = __fdividef(1.0f, 1.0f + __expf(-bf16_low(pair[e])));
+            open[2 * e + 1] = __fdividef(1.0f, 1.0f + __expf(-bf16_high(pair[e])));
+        }
+    }
+
     // Four dims of a token's head, x of every second partial sum in each half of the warp, `scale` one over the sum of
     // weights: added, normed, gated and sent.
     template <class Op, u32 kWidth, class Ctx>
-    MEGAGEN_DEVICE void finish(Ctx& ctx, u32 token, u32 head, float (&x)[4], float scale, uint4 gate) {
+    MEGAGEN_DEVICE void finish(Ctx& ctx, u32 token, u32 head, float (&x)[4], float scale, const float (&open)[4]) {
         const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
         float square = 0;
 #pragma unroll
@@ -204,13 +214,10 @@ struct AttentionTile {
 #pragma unroll
         for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);
         const float r = rsqrtf(fmaf(square, 1.0f / kHeadDim, Op::kEps));
-        const u32 pair[2] = {dim % 8 ? gate.z : gate.x, dim % 8 ? gate.w : gate.y};
         u32 word[2];
 #pragma unroll
         for (u32 e = 0; e < 2; ++e) {
-            const float low = __fdividef(1.0f, 1.0f + __expf(-bf16_low(pair[e])));
-            const float high = __fdividef(1.0f, 1.0f + __expf(-bf16_high(pair[e])));
-            word[e] = ptx::cvt_bf16x2(x[2 * e] * r * low, x[2 * e + 1] * r * high);
+            word[e] = ptx::cvt_bf16x2(x[2 * e] * r * open[2 * e], x[2 * e + 1] * r * open[2 * e + 1]);
         }
         if (half == 0) Op::Out::send(ctx, token, head * kHeadDim + dim, uint2{word[0], word[1]});
         Op::Out::publish(ctx);

@@ -69,7 +69,10 @@ struct Attention : AttentionTile {
 #pragma unroll 1
         for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
             const u32 slot = unit / Op::kHeads, head = unit % Op::kHeads;
-            if (!attend(ctx, live, rows, slot, head)) return;
+            if (!live.has(slot))
+                send_nothing(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens);
+            else if (!attend(ctx, live, rows, slot, head))
+                return;
             Op::Partials::publish(ctx);
         }
     }
@@ -92,23 +95,18 @@ struct Attention : AttentionTile {
         return true;
     }
 
+    // What send_partials sends, of no keys: a lane has four dims of a token, then one its largest score and sum.
     template <class Ctx>
-    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Rows& rows, u32 slot, u32 head) {
-        float o[kTiles][4], most[2], sum[2];
-        if (live.has(slot)) {
-            if (!attend(ctx, live, rows, slot, head, o, most, sum)) return false;
-        } else {
-#pragma unroll
-            for (u32 i = 0; i < 4 * kTiles; ++i) o[i / 4][i % 4] = 0;
-            most[0] = most[1] = __uint_as_float(kNone), sum[0] = sum[1] = 0;
+    MEGAGEN_DEVICE void send_nothing(const Ctx& ctx, u32 first) {
+        const u32 e = ctx.lane * 4, none = e < kHeadDim ? 0 : kNone;
+#pragma unroll 1
+        for (u32 token = 0; token < ctx.tokens; ++token) {
+            if (e <= kHeadDim) Op::Partials::send(ctx, first + token, e, uint4{none, 0, 0, 0});
         }
-        send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
-        return true;
     }
 
     template <class Ctx>
-    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Rows& rows, u32 slot, u32 head, float (&o)[kTiles][4],
-                               float (&most)[2], float (&sum)[2]) {
+    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Rows& rows, u32 slot, u32 head) {
         const u32 g = ctx.lane / 4, t = ctx.lane % 4;
         const u32 start = (live.begin + live.after(slot)) * kKeyChunk;
         const u32 chunk = (head / (Op::kHeads / Op::kKvHeads) * Op::kChunks + slot) * kKeyChunk;
@@ -123,6 +121,7 @@ struct Attention : AttentionTile {
         // Values are asked for when the keys do not need their registers any more.
         if (ptx::never_true(s[0][0] + s[kTiles - 1][0]) || !Op::Values::read(ctx, v, true, fragment)) return false;
         const bool whole = start + kKeyChunk <= ctx.context && start + Op::kWindow > ctx.context + 15;
+        float most[2] = {}, sum[2] = {};
         u32 p[kTiles][2] = {};
 #pragma unroll 1
         for (u32 h = ctx.tokens > 8 ? 2 : 1; h-- > 0;) { // rolled, or it would be twice the code
@@ -144,12 +143,10 @@ struct Attention : AttentionTile {
         }
 
         if (start < live.first || start + kKeyChunk > live.end) drop_unseen(live.first, live.end, start + t * 16, v);
+        float o[kTiles][4] = {};
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-#pragma unroll
-            for (u32 i = 0; i < 2 * kTiles; ++i) o[half * kTiles / 2 + i / 4][i % 4] = 0;
-            multiply(o, half, left(p), v, half * kTiles);
-        }
+        for (u32 half = 0; half < 2; ++half) multiply(o, half, left(p), v, half * kTiles);
+        send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
         return true;
     }
 

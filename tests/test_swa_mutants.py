@@ -46,9 +46,11 @@ TWO_SHOT = On(options={"all_reduce": "two_shot"}, ranks=2, tp=2)
 OLDEST = "position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0;"
 OWN = "(own < 32 ? ancestors >> own : ahead < 16 ? ancestors << ahead : 0);"
 READ = "if (!Op::Partials::read_where(ctx, v, wanted, index)) return;"
-RELEASE_STATS = "Op::Partials::template release_where<kStats>(ctx, has, stat);"
-RELEASE = "Op::Partials::template release_where<kBatch>(ctx, wanted, index);"
-PUBLISH = "if (live.has(slot) && !attend(ctx, live, rows, slot, head)) return;\n            Op::Partials::publish(ctx);"
+RELEASE_STATS = "Op::Partials::template release_where<kStats>(ctx, has, index);"
+RELEASE = "Op::Partials::template release_where<1>(ctx, [&](u32) { return sums_of(j); }, index);"
+EARLY = "Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);"
+SEND = "send_partials<typename Op::Partials, 1>("
+PUBLISH = "if (!attend(ctx, live, rows, slot, head)) return;\n            Op::Partials::publish(ctx);"
 HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
 OUTBOX = "        __syncwarp();\n        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;\n        if (token"
 
@@ -109,19 +111,13 @@ MUTANTS = (
     ),
     # -- merging
     Mutant(
-        "merge: slots end with the ring",
-        one(ATTENTION, "(ones << s | (s == 0 ? 0 : ones >> (Op::kChunks - s)))", "(ones << s)"),
-        wrong="attended",
-        on=On(context=200),
-    ),
-    Mutant(
         "merge: one weight for both halves",
         one(ATTENTION, "(even + half) % 32)", "even % 32)"),
         wrong="attended",
     ),
     Mutant(
         "merge: releases before it reads",
-        one(ATTENTION, READ, f"{RELEASE}\n{READ}"),
+        one(ATTENTION, READ, f"{EARLY}\n{READ}"),
         "deadlock race",
         says="attention.merge",
     ),
@@ -132,6 +128,12 @@ MUTANTS = (
         "deadlock",
         says="attention.merge waits for channel 'attention_partials' (counter)",
         on=On(COUNTER, context=20),
+    ),
+    Mutant(
+        "attend: nothing of a slot that no token sees",
+        one(ATTENTION, SEND, f"if (live.has(slot)) {SEND}"),
+        "deadlock",
+        says="attention.merge waits for channel 'attention_partials'",
     ),
     # -- norms and rotations
     Mutant("attended: a norm over two halves", one(TILE, HALVES, HALVES.replace("8", "16", 1)), wrong="attended"),

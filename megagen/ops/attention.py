@@ -1,9 +1,9 @@
 """Attention of a launch's tokens over a sliding window of cached keys, normed and gated: what o_proj multiplies.
 
 The caches are rings of chunks of 64 numbers. Work unit: a query head and a chunk, all tokens at once. The attend role
-gives each token's softmax over the chunk unnormalised; the merge role adds the chunks, even slots and odd slots in
-ascending order, the odd sum to the even one. A token's chunks and their slots follow from absolute numbers alone, so
-its bits do not depend on the launch that it comes in.
+gives each token's softmax over the chunk unnormalised, nothing at all for a slot that no token sees; the merge role
+adds all slots, even ones and odd ones in ascending order, the odd sum to the even one. A token's chunks and their slots
+follow from absolute numbers alone, so its bits do not depend on the launch that it comes in.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Attention(Op):
             ),
             RoleSpec(
                 name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",),
-                hands_back=("partials",), registers=104 if self.chunks <= 34 else 160,
+                hands_back=("partials",), registers=128,
             ),
         )  # fmt: skip
 

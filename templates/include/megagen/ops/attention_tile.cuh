@@ -61,6 +61,12 @@ struct AttentionTile {
         }
     };
 
+    // Of rows g and g + 8 the one of h, in a rolled loop over both.
+    template <class T>
+    MEGAGEN_DEVICE T row_of(u32 h, T low, T high) {
+        return h == 0 ? low : high;
+    }
+
     // Both of its tokens' queries of a head, at `width` elements a token.
     template <class Q, u32 kWidth, class Ctx>
     MEGAGEN_DEVICE bool queries(Ctx& ctx, u32 head, uint4 (&q)[2][2]) {
@@ -148,45 +154,55 @@ struct AttentionTile {
     // hold numbers number .. number + 15; those from `first` to `end` are seen.
     template <u32 kN>
     MEGAGEN_DEVICE void drop_unseen(u32 first, u32 end, u32 number, uint4 (&v)[kN]) {
-        u32 keep[kWords];
+        const u32 kept = before(number, end) & ~before(number, first);
+        const u32 pairs = (kept & 0x5555) | (kept & 0xaaaa) << 15; // two neighbours, 16 places apart
+        const auto keep = [=](u32 i) { // at the tops of bytes 0 and 2, which fill the two below
+            return ptx::prmt(i < 4 ? pairs << (7 - 2 * i) : pairs >> (2 * i - 7), 0, 0xaa88);
+        };
 #pragma unroll
-        for (u32 i = 0; i < kWords; ++i) {
-            const u32 low = number + 2 * i, high = low + 1;
-            keep[i] = (low >= first && low < end ? 0x0000ffffu : 0) | (high >= first && high < end ? 0xffff0000u : 0);
-        }
+        for (u32 half = 0; half < 2; ++half) {
+            const u32 mask[4] = {keep(4 * half), keep(4 * half + 1), keep(4 * half + 2), keep(4 * half + 3)};
 #pragma unroll
-        for (u32 i = 0; i < kN; ++i) {
-            const u32* mask = keep + i % 2 * 4;
-            v[i].x &= mask[0], v[i].y &= mask[1], v[i].z &= mask[2], v[i].w &= mask[3];
+            for (u32 i = half; i < kN; i += 2)
+                v[i].x &= mask[0], v[i].y &= mask[1], v[i].z &= mask[2], v[i].w &= mask[3];
         }
     }
 
     // A head's sums for both tokens, as rows first + token of the partial results: 64 weighted sums of V, then the
-    // largest score and the sum of weights.
-    template <class Partials, class Ctx>
+    // largest score and the sum of weights. `kUnroll` 1: less code; 2: fewer registers.
+    template <class Partials, u32 kUnroll, class Ctx>
     MEGAGEN_DEVICE void send_partials(Ctx& ctx, u32 first, const float (&o)[kTiles][4], const float (&most)[2],
                                       const float (&sum)[2]) {
         const u32 g = ctx.lane / 4, t = ctx.lane % 4;
-#pragma unroll
+#pragma unroll(kUnroll)
         for (u32 h = 0; h < 2; ++h) {
             const u32 token = g + 8 * h;
-            if (token < ctx.tokens) {
-                const u32 row = first + token;
-                const auto word = [&](u32 n, u32 i) { return __float_as_uint(o[n][2 * h + i]); };
+            if (token >= ctx.tokens) break;
+            const u32 row = first + token;
+            const auto word = [&](u32 n, u32 i) { return __float_as_uint(row_of(h, o[n][i], o[n][2 + i])); };
 #pragma unroll
-                for (u32 n = 0; n < kTiles; n += 2)
-                    Partials::send(ctx, row, t * 16 + 2 * n,
-                                   uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
-                if (t == 0)
-                    Partials::send(ctx, row, kHeadDim, uint4{__float_as_uint(most[h]), __float_as_uint(sum[h]), 0, 0});
-            }
+            for (u32 n = 0; n < kTiles; n += 2)
+                Partials::send(ctx, row, t * 16 + 2 * n, uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
+            const u32 stat[2] = {__float_as_uint(row_of(h, most[0], most[1])),
+                                 __float_as_uint(row_of(h, sum[0], sum[1]))};
+            if (t == 0) Partials::send(ctx, row, kHeadDim, uint4{stat[0], stat[1], 0, 0});
+        }
+    }
+
+    // How far four dims' gates are open, those from `dim` of a vector.
+    MEGAGEN_DEVICE void opened(uint4 gate, u32 dim, float (&open)[4]) {
+        const u32 pair[2] = {dim % 8 ? gate.z : gate.x, dim % 8 ? gate.w : gate.y};
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e) {
+            open[2 * e] = __fdividef(1.0f, 1.0f + __expf(-bf16_low(pair[e])));
+            open[2 * e + 1] = __fdividef(1.0f, 1.0f + __expf(-bf16_high(pair[e])));
         }
     }
 
     // Four dims of a token's head, x of every second partial sum in each half of the warp, `scale` one over the sum of
     // weights: added, normed, gated and sent.
     template <class Op, u32 kWidth, class Ctx>
-    MEGAGEN_DEVICE void finish(Ctx& ctx, u32 token, u32 head, float (&x)[4], float scale, uint4 gate) {
+    MEGAGEN_DEVICE void finish(Ctx& ctx, u32 token, u32 head, float (&x)[4], float scale, const float (&open)[4]) {
         const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
         float square = 0;
 #pragma unroll
@@ -198,13 +214,10 @@ struct AttentionTile {
 #pragma unroll
         for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);
         const float r = rsqrtf(fmaf(square, 1.0f / kHeadDim, Op::kEps));
-        const u32 pair[2] = {dim % 8 ? gate.z : gate.x, dim % 8 ? gate.w : gate.y};
         u32 word[2];
 #pragma unroll
         for (u32 e = 0; e < 2; ++e) {
-            const float low = __fdividef(1.0f, 1.0f + __expf(-bf16_low(pair[e])));
-            const float high = __fdividef(1.0f, 1.0f + __expf(-bf16_high(pair[e])));
-            word[e] = ptx::cvt_bf16x2(x[2 * e] * r * low, x[2 * e + 1] * r * high);
+            word[e] = ptx::cvt_bf16x2(x[2 * e] * r * open[2 * e], x[2 * e + 1] * r * open[2 * e + 1]);
         }
         const u32 above[2] = {__shfl_xor_sync(kFullMask, word[0], 1), __shfl_xor_sync(kFullMask, word[1], 1)};
         if (half == 0 && ctx.lane % 2 == 0)

@@ -205,8 +205,8 @@ struct GlobalAttention : AttentionTile {
             start += kStageChunks * kKeyChunk;
         }
         const float sum[2] = {sums.weights[0], sums.weights[2]};
-        send_partials<typename Op::Partials>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
-                                             sums.most, sum);
+        send_partials<typename Op::Partials, 2>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
+                                                sums.most, sum);
         return true;
     }
 
@@ -353,7 +353,9 @@ struct GlobalAttention : AttentionTile {
                     for (u32 e = 0; e < 4; ++e) x[e] = fmaf(w, o[e], x[e]);
                 }
             }
-            finish<Op, kWidth>(ctx, token, head, x, __fdividef(1.0f, warp_sum(sum)), gate[0]);
+            float open[4];
+            opened(gate[0], dim, open);
+            finish<Op, kWidth>(ctx, token, head, x, __fdividef(1.0f, warp_sum(sum)), open);
         }
     }
 

@@ -114,19 +114,26 @@ struct TopK {
             u32 id = 0; // lane s: the expert of slot s
 #pragma unroll 1
             for (u32 slot = 0; slot < Op::kTopK; ++slot) {
-                u32 best = 0, at = 0;
+                u32 most[kPer];
 #pragma unroll
-                for (u32 i = 0; i < kPer; ++i) {
-                    if (keys[i] > best) best = keys[i], at = i;
+                for (u32 i = 0; i < kPer; ++i) most[i] = keys[i];
+#pragma unroll
+                for (u32 d = kPer / 2; d > 0; d /= 2) {
+#pragma unroll
+                    for (u32 i = 0; i < d; ++i) most[i] = most[i + d] > most[i] ? most[i + d] : most[i];
                 }
+                const u32 best = most[0];
                 const u32 top = __reduce_max_sync(kFullMask, best);
                 const u32 winner = __ffs(__ballot_sync(kFullMask, best == top)) - 1;
-                const u32 chosen = __shfl_sync(kFullMask, ctx.lane * kPer + at, winner);
-                if (ctx.lane == slot) id = chosen;
+                u32 at = 0;
+#pragma unroll
+                for (u32 i = kPer; i-- > 0;) at = keys[i] == top ? i : at;
 #pragma unroll
                 for (u32 i = 0; i < kPer; ++i) {
-                    if (chosen == ctx.lane * kPer + i) keys[i] = 0;
+                    if (ctx.lane == winner && at == i) keys[i] = 0; // no need to wait for what the others are told
                 }
+                const u32 chosen = __shfl_sync(kFullMask, ctx.lane * kPer + at, winner);
+                if (ctx.lane == slot) id = chosen;
             }
             if (ctx.p.sys.route_override != nullptr) { // a row forces all of a token's experts or none
                 const u32 slot = ctx.lane % Op::kTopK;

@@ -41,9 +41,11 @@ class Nvrtc:
         from cuda.bindings import nvrtc
 
         names, texts = [n.encode() for n in headers], [t.encode() for t in headers.values()]
+        # Beside a driver NVRTC keeps what it compiled, and then says nothing of registers and spills.
+        asked = [*(o.encode() for o in options), b"--no-cache"]
         program = _call(nvrtc.nvrtcCreateProgram, source.encode(), UNIT.encode(), len(names), texts, names)
         try:
-            (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+            (status,) = nvrtc.nvrtcCompileProgram(program, len(asked), asked)
             log = _read(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
             text = log.rstrip(b"\0\n ").decode(errors="replace")
             if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:

@@ -53,22 +53,12 @@ MEGAGEN_DEVICE uint4 transpose(const float (&row)[4], u32 lane) {
     return {__float_as_uint(y[0]), __float_as_uint(y[1]), __float_as_uint(y[2]), __float_as_uint(y[3])};
 }
 
-// What is in registers moves down `kBy` places: a loop over it has one body then. The first are lost, the last stay.
+// What is in registers moves down `kBy` places, so that a loop that fills or empties it has one body. Moves are
+// instructions too: worth it where the body has many more. The first are lost, the last stay.
 template <u32 kBy, class V, u32 kAll>
 MEGAGEN_DEVICE void move_down(V (&all)[kAll]) {
 #pragma unroll
     for (u32 i = 0; i + kBy < kAll; ++i) all[i] = all[i + kBy];
-}
-
-// As above; the first become the last.
-template <u32 kBy, class V, u32 kAll>
-MEGAGEN_DEVICE void turn(V (&all)[kAll]) {
-    V first[kBy];
-#pragma unroll
-    for (u32 i = 0; i < kBy; ++i) first[i] = all[i];
-    move_down<kBy>(all);
-#pragma unroll
-    for (u32 i = 0; i < kBy; ++i) all[kAll - kBy + i] = first[i];
 }
 
 // y += eight consecutive fp32 numbers.

@@ -28,7 +28,6 @@ struct Combine {
     static constexpr u32 kN = Slice::kVectors;
     static constexpr u32 kTopK = Op::kTopK;
     static constexpr u32 kLanes = 32 / kTopK; // that get the same slot's sum
-    static constexpr u32 kPass = 2;           // slots that a round of a loop over them takes
     static_assert(kTopK % 4 == 0 && 32 % kTopK == 0, "four weights are a vector, and lanes share sums evenly");
 
     template <u32 kFirstWarp, class Ctx>
@@ -49,31 +48,20 @@ struct Combine {
             if (!Op::Routes::read(ctx, weights, true, [&](u32) { return first_weight; })) return;
             uint4 x[kTopK * kN]; // bf16 pairs, slot by slot
             if (!read_slots(ctx, token * kTopK, slice, x)) return;
-            float square[kTopK] = {};
-#pragma unroll 1
-            for (u32 s = 0; s < kTopK; s += kPass) { // by then every slot is in its place again
+            float square[kTopK];
 #pragma unroll
-                for (u32 i = 0; i < kPass; ++i) {
-                    square[0] = scaled_square(x, gain);
-                    turn<1>(square);
-                    turn<kN>(x);
-                }
-            }
+            for (u32 s = 0; s < kTopK; ++s) square[s] = scaled_square(x + s * kN, gain);
             if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, token - mine.first, square))
                 return;
             const u32 low = own % 2 == 0 ? weights[0].x : weights[0].y,
                       high = own % 2 == 0 ? weights[0].z : weights[0].w;
             const float factor =
                 __uint_as_float(own % 4 < 2 ? low : high) * rsqrtf(square[0] * (1.0f / Op::kWidth) + Op::kEps);
-            float out[kN][8] = {};
-#pragma unroll 1
-            for (u32 s = 0; s < kTopK; s += kPass) {
+            float factors[kTopK], out[kN][8] = {};
 #pragma unroll
-                for (u32 i = 0; i < kPass; ++i) {
-                    add(__shfl_sync(kFullMask, factor, (s + i) * kLanes), x, out);
-                    move_down<kN>(x);
-                }
-            }
+            for (u32 s = 0; s < kTopK; ++s) factors[s] = __shfl_sync(kFullMask, factor, s * kLanes);
+#pragma unroll
+            for (u32 s = 0; s < kTopK; ++s) add(factors[s], x + s * kN, out);
 #pragma unroll
             for (u32 i = 0; i < kN; ++i) {
                 u32 word[4];
@@ -125,11 +113,12 @@ struct Combine {
             for (u32 i = 0; i < kTopK * kN; ++i) x[i] = {0, 0, 0, 0};
 #pragma unroll 1
             for (u32 s = 0; s < kTopK; ++s) {
+                move_down<kN>(x);
 #pragma unroll
                 for (u32 i = 0; i < kN; ++i) {
-                    if (!sum_parts(ctx, at + (s * Op::kWidth + i * Slice::kStep), x[i])) return false;
+                    if (!sum_parts(ctx, at + (s * Op::kWidth + i * Slice::kStep), x[(kTopK - 1) * kN + i]))
+                        return false;
                 }
-                turn<kN>(x);
             }
             return true;
         }

@@ -164,13 +164,8 @@ struct Residual {
                 i += kBatch, from += kBatch * Slice::kStep;
                 uint4 next[kHalf * Op::kParts] = {};
                 if (i < kN) Op::In::template ask<kHalf * Op::kParts>(ctx, next, place);
-#pragma unroll 1
-                for (u32 j = 0; j < kBatch; ++j) {
 #pragma unroll
-                    for (u32 k = kN - kBatch; k + 1 < kN; ++k) copy(n[k + 1], n[k]);
-                    sum_parts<Op::kParts>(v, n[kN - 1]);
-                    move_down<Op::kParts>(v);
-                }
+                for (u32 j = 0; j < kBatch; ++j) sum_parts<Op::kParts>(v + j * Op::kParts, n[kN - kBatch + j]);
                 if (i >= kN) break;
                 if constexpr (kBatch > kHalf) {
                     Op::In::template ask<(kBatch - kHalf) * Op::kParts>(

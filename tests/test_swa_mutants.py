@@ -49,8 +49,8 @@ READ = "if (!Op::Partials::read_where(ctx, v, wanted, index)) return;"
 RELEASE_STATS = "Op::Partials::template release_where<kStats>(ctx, has, index);"
 RELEASE = "Op::Partials::template release_where<1>(ctx, [&](u32) { return sums_of(j); }, index);"
 EARLY = "Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);"
-SEND = "send_partials<typename Op::Partials, 1>("
-PUBLISH = "if (!attend(ctx, live, rows, slot, head)) return;\n            Op::Partials::publish(ctx);"
+NOTHING = "send_nothing(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens);"
+PUBLISH = "return;\n            Op::Partials::publish(ctx);"
 HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
 OUTBOX = "        __syncwarp();\n        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;\n        if (token"
 
@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "attend: nothing of a slot that no token sees",
-        one(ATTENTION, SEND, f"if (live.has(slot)) {SEND}"),
+        one(ATTENTION, NOTHING, ";"),
         "deadlock",
         says="attention.merge waits for channel 'attention_partials'",
     ),

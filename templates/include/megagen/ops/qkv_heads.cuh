@@ -48,7 +48,7 @@ struct QkvHeads {
         const u32 dim = ctx.lane % 16 * 4;
 #pragma unroll 1
         for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
-            const u32 head = unit / pairs, token = unit % pairs * 2 + ctx.lane / 16;
+            const u32 head = unit % kAll, token = unit / kAll * 2 + ctx.lane / 16;
             const bool valid = token < ctx.tokens;
             uint4 turn[2] = {}; // of the position: on its way while the sums are awaited
             if constexpr (Op::kRotate != 0) {

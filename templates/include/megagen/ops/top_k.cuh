@@ -173,15 +173,15 @@ struct TopK {
     MEGAGEN_DEVICE void tables(Ctx& ctx) {
         using Past = Guess<typename Op::Table::Description>;
         const u32 marks = Past::template marks<kPer>(ctx);
-        if (!Op::Routes::wait(ctx)) return;
         const u32 base = Op::Table::get(ctx).base;
+#pragma unroll
+        for (u32 i = 0; i < kPer; ++i) ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);
+        if (!Op::Routes::wait(ctx)) return;
         const u32 token = ctx.lane / 2, first = ctx.lane % 2 * 4;
         const bool valid = token < ctx.tokens;
         uint4 v[1];
         if (!Op::Routes::read(ctx, v, valid, [&](u32) { return token * 2 * Op::kTopK + first; })) return;
         const u32 ids[4] = {v[0].x & 255, v[0].y & 255, v[0].z & 255, v[0].w & 255};
-#pragma unroll
-        for (u32 i = 0; i < kPer; ++i) ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);
         __syncwarp();
         if (valid) {
 #pragma unroll
@@ -221,16 +221,19 @@ struct TopK {
                                    left < ExpertTable::kColumns ? left : ExpertTable::kColumns);
             }
         }
+        u32 entry[4];
         __syncwarp();
         if (valid) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
                 const u32 rank =
                     __popc(ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]) & ((1u << token) - 1));
-                const u32 entry =
-                    ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i]) * ExpertTable::kColumns + rank;
+                entry[i] = ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i]) * ExpertTable::kColumns + rank;
+            }
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
                 if (!ctx.dry) // two lanes may have found the same place
-                    ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * entry, token << 8 | (first + i));
+                    ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * entry[i], token << 8 | (first + i));
             }
         }
         Event<typename Op::Table::Description::Ready>::arrive(ctx);

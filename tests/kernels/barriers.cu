@@ -189,7 +189,7 @@ extern "C" __global__ void ring(const __grid_constant__ Params<2> p) {
         Barrier<barrier::Done>::init(ctx);
         ptx::fence_mbarrier_init();
     }
-    debug::clear(ctx);
+    if (ctx.warp == 0) debug::clear(ctx);
     __syncthreads();
     if (ctx.warp == 0) {
         const u64 first = cache_policy<Hint::kEvictFirst>(), last = cache_policy<Hint::kEvictLast>();

@@ -24,21 +24,19 @@ struct StreamState {
     Hint hint;
 };
 
-// Producer warp. Waits for the slot, and until fewer than in_flight earlier stages are still under way. The first time
-// round slots are free.
+// Producer warp. Waits for the slot, and until fewer than in_flight earlier stages are still under way.
 template <class Ctx>
 MEGAGEN_DEVICE bool load_stage(Ctx& ctx, const StreamState& s) {
     using Policy = typename Ctx::Kernel::Ring;
     using Ring = typename Ctx::Ring;
     constexpr u32 kStages = Policy::kStages;
     const u32 slot = ctx.ring.slot, phase = ctx.ring.phase;
-    if (ctx.ring_loads >= kStages && !Ring::Empty::wait(ctx, slot, phase ^ 1)) return false;
+    if (!Ring::Empty::wait(ctx, slot, phase ^ 1)) return false;
     if (s.in_flight < kStages && ctx.ring_loads >= s.in_flight) {
         const bool wrapped = slot < s.in_flight;
         if (!Ring::Full::wait(ctx, slot + (wrapped ? kStages : 0) - s.in_flight, phase ^ (wrapped ? 1 : 0)))
             return false;
     }
-    if (ctx.dead) return false;
     if (ctx.lane == 0) {
         const u32 bar = Ring::Full::address(ctx, slot), to = Ring::stage(ctx);
         ptx::mbarrier_arrive_expect_tx(bar, s.bytes);

@@ -165,13 +165,12 @@ struct TopK {
         return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));
     }
 
-    MEGAGEN_DEVICE u32 half_of(u32 marks, u32 i) { return (marks >> i & 1) * 16; }
-
-    // Lane: four (token, slot) pairs, and eight experts. Ids are masked, so that garbage stays in bounds. A rehearsal
-    // makes a table too: nobody reads one before the barrier.
+    // Lane: four (token, slot) pairs, and every 32nd expert. Ids are masked, so that garbage stays in bounds. A
+    // rehearsal makes a table too: nobody reads one before the barrier.
     template <class Ctx>
     MEGAGEN_DEVICE void tables(Ctx& ctx) {
         using Past = Guess<typename Op::Table::Description>;
+        static_assert(Ctx::Kernel::kTokens <= 2 * ExpertTable::kColumns, "two entries of an expert at most");
         const u32 marks = Past::template marks<kPer>(ctx);
         const u32 base = Op::Table::get(ctx).base;
 #pragma unroll
@@ -188,39 +187,48 @@ struct TopK {
             for (u32 i = 0; i < 4; ++i) ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);
         }
         __syncwarp();
-        u32 entries = 0; // in the upper half those that come first
-#pragma unroll
-        for (u32 i = 0; i < kPer; ++i)
-            entries += (tokens_of(base, ctx.lane * kPer + i) + ExpertTable::kColumns - 1) / ExpertTable::kColumns
-                       << half_of(marks, i);
-        u32 end = entries;
-#pragma unroll
-        for (u32 d = 1; d < 32; d *= 2) {
-            const u32 below = __shfl_up_sync(kFullMask, end, d);
-            if (ctx.lane >= d) end += below;
-        }
-        u32 at = end - entries;
+        u32 entries = 0;                // of those that come first
+        const auto leads = [&](u32 i) { // does expert i * 32 + lane?
+            if constexpr (!Past::kFirst) return false;
+            constexpr u32 kLanes = 32 / kPer; // whose marks are of 32 experts
+            return (__shfl_sync(kFullMask, marks, i * kLanes + ctx.lane / kPer) >> ctx.lane % kPer & 1) != 0;
+        };
+        const u32 below = (1u << ctx.lane) - 1;
+        const auto expert_of = [&](u32 i) { return i % kPer * 32 + ctx.lane; };
         if constexpr (Past::kFirst) {
-            const u32 all = __shfl_sync(kFullMask, end, 31), ahead = all >> 16;
-            if (ctx.lane == 0) ptx::st_shared_u32(base + ExpertTable::kAhead, ahead);
-            at += ahead;
-            end = ahead + (all & 0xffff);
-        }
-        if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, end);
 #pragma unroll 1
-        for (u32 expert = ctx.lane * kPer; expert < (ctx.lane + 1) * kPer; ++expert) {
-            const u32 half = half_of(marks, expert % kPer);
-            u32 place = Past::kFirst ? at >> half & 0xffff : at;
-            ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, place);
-            const u32 n = tokens_of(base, expert);
-#pragma unroll 1
-            for (u32 done = 0; done < n; done += ExpertTable::kColumns, ++place, at += 1u << half) {
-                const u32 left = n - done;
-                ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * place, expert);
-                ptx::st_shared_u16(base + ExpertTable::kCount + 2 * place,
-                                   left < ExpertTable::kColumns ? left : ExpertTable::kColumns);
+            for (u32 i = 0; i < kPer; ++i) {
+                const u32 n = leads(i) ? tokens_of(base, expert_of(i)) : 0;
+                entries += __popc(__ballot_sync(kFullMask, n > 0)) +
+                           __popc(__ballot_sync(kFullMask, n > ExpertTable::kColumns));
             }
+            if (ctx.lane == 0) ptx::st_shared_u32(base + ExpertTable::kAhead, entries);
         }
+        u32 rest = entries, front = 0; // where the next entry is, of those behind and of those that come first
+        u32 ahead = tokens_of(base, expert_of(0));
+#pragma unroll 1
+        for (u32 i = 0; i < kPer; ++i) {
+            const u32 expert = expert_of(i), n = ahead;
+            ahead = tokens_of(base, expert_of(i + 1)); // on its way
+            u32 place = 0;
+            const auto deal = [&](bool here, u32& next) {
+                const u32 some = __ballot_sync(kFullMask, here && n > 0);
+                const u32 many = __ballot_sync(kFullMask, here && n > ExpertTable::kColumns);
+                if (here) place = next + __popc(some & below) + __popc(many & below);
+                next += __popc(some) + __popc(many);
+            };
+            const bool leading = leads(i);
+            deal(!leading, rest);
+            if constexpr (Past::kFirst) deal(leading, front);
+            ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, place);
+            const auto enter = [&](u32 at, u32 count) {
+                ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * at, expert);
+                ptx::st_shared_u16(base + ExpertTable::kCount + 2 * at, count);
+            };
+            if (n > 0) enter(place, n < ExpertTable::kColumns ? n : ExpertTable::kColumns);
+            if (n > ExpertTable::kColumns) enter(place + 1, n - ExpertTable::kColumns);
+        }
+        if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, rest);
         u32 entry[4];
         __syncwarp();
         if (valid) {

@@ -159,6 +159,7 @@ struct NextQkvg {  // _ends.py:47
   static constexpr u32 kRows = 2304;
   static constexpr u32 kK = 8192;
   static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.next_qkvg_weight; }
@@ -185,36 +186,9 @@ struct NextHeads {  // muse_first.py:24
 extern "C" __global__ void __launch_bounds__(384, 1) muse_first(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 0;
-      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 6>(ctx);  // _ends.py:47
-      ctx.step = 1;
-      ctx.attach();
-      ctx.step = 2;
-      ctx.drain();
-    }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 3;
-      ctx.attach();
-      ctx.step = 4;
-      Channel<channel::NextNormed>::reset(ctx);  // _ends.py:48
-    }
-    else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 5;
-      ctx.attach();
-      ctx.step = 6;
-      ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _ends.py:47
-    }
-    else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 7;
-      ctx.attach();
-    }
-  }
-  else {
+  if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
+    if (ctx.warp >= 4) {  // warps 4 to 11
       ctx.step = 8;
       ctx.attach();
       ctx.step = 9;
@@ -225,6 +199,38 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_first(const __grid_con
       ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // muse_first.py:24
       ctx.step = 12;
       ctx.trigger();  // _ends.py:58
+    }
+  }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp == 3) {  // warp 3
+      ctx.step = 7;
+      ctx.attach();
+    }
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 5;
+      ctx.attach();
+      ctx.step = 6;
+      ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _ends.py:47
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 3;
+      ctx.attach();
+      ctx.step = 4;
+      reset_channels<channel::NextNormed>(ctx);  // _ends.py:48
+    }
+    else if (ctx.warp == 0) {  // warp 0
+      ops::load_streams<0, 1>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 0:
+            ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 6>(ctx, s);  // _ends.py:47
+            break;
+        }
+      });
+      ctx.step = 1;
+      ctx.attach();
+      ctx.step = 2;
+      ctx.drain();
     }
   }
   ctx.end(true);

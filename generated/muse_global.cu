@@ -1,10 +1,11 @@
-// muse_global: muse_spark.global_layer.nn, tp 8, up to 16 tokens, for h200 (132 blocks
+// muse_global: muse_spark.global_layer.nn.two_shot, tp 8, up to 16 tokens, for h200 (132 blocks
 // of 12 warps, clusters of 1). Written by megagen; edit the schedule instead.
 #include <megagen/ops/combine.cuh>
 #include <megagen/ops/dense_gemm.cuh>
 #include <megagen/ops/expert_gemm.cuh>
 #include <megagen/ops/global_attention.cuh>
 #include <megagen/ops/qkv_heads.cuh>
+#include <megagen/ops/rank_sum.cuh>
 #include <megagen/ops/residual.cuh>
 #include <megagen/ops/rms_norm.cuh>
 #include <megagen/ops/top_k.cuh>
@@ -96,123 +97,131 @@ struct Attended {  // lamport, _layer.py:98
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Projected {  // lamport, _layer.py:104
+struct Projected {  // lamport, _layer.py:101
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 4624384, kBytes = 2097152, kCopies = 3, kEmpty = 0xffffffffu;
-  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 131072, kShard = 8192;
+  static constexpr u32 kOffset = 4624384, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 16384, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 12;
   static constexpr Per kArrivalsPer = Per::kLaunch;
+  static constexpr bool kWorld = true, kScatter = true, kReaderResets = false, kFault = false;
+};
+struct Summed {  // lamport, _layer.py:102
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 5410816, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 4, kIndex = 13;
+  static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Middle {  // lamport, _layer.py:105
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 10915840, kBytes = 524288, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 6197248, kBytes = 524288, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Normed {  // lamport, _layer.py:106
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 11440128, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 6721536, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 14;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Logits {  // lamport, _layer.py:107
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 11964416, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7245824, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 12488704, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7507968, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct PooledPartials {  // lamport, _layer.py:96
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 12490752, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7510016, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 18;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Pooled {  // lamport, _layer.py:108
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 12752896, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7641088, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertIn {  // lamport, _layer.py:109
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 13146112, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8034304, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertMid {  // lamport, _layer.py:110
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 13408256, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8296448, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertOut {  // lamport, _layer.py:111
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 16553984, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 11442176, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Combined {  // lamport, _layer.py:112
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 19699712, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 14587904, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 23;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct UnpooledPartials {  // lamport, _layer.py:96
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 19961856, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 14850048, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 24;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Unpooled {  // lamport, _layer.py:113
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 20224000, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 14981120, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct NextNormed {  // lamport, _layer.py:131
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 21010432, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 15767552, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 26;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 27;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct NextPartials {  // lamport, _layer.py:132
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 21534720, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 16291840, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 27;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 28;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -337,19 +346,26 @@ struct OProj {  // _layer.py:47
   static constexpr u32 kRows = 8192;
   static constexpr u32 kK = 1024;
   static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static constexpr u32 kOutbox = 168160;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
+struct AllReduce {  // _layer.py:100
+  using In = Channel<channel::Projected>;
+  using Out = Channel<channel::Summed>;
+  static constexpr u32 kWidth = 1024;
+  static constexpr u32 kParts = 8;
+};
 struct PostAttention {  // _layer.py:51
   using Stream = Input<tensor::Stream>;
-  using In = Channel<channel::Projected>;
+  using In = Channel<channel::Summed>;
   using Out = Channel<channel::Middle>;
   using Normed = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
-  static constexpr u32 kParts = 8;
+  static constexpr u32 kParts = 1;
   static constexpr float kNextEps = 1e-05f;
   static constexpr u32 kScratch = 168672;
   using Group = barrier::GroupPostAttention;
@@ -361,7 +377,8 @@ struct Router {  // _layer.py:47
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 512;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 512;
   static constexpr u32 kFormat = 1;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
@@ -372,7 +389,8 @@ struct Pooler {  // _layer.py:47
   using Out = Channel<channel::Pooled>;
   static constexpr u32 kRows = 512;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
@@ -383,7 +401,7 @@ struct TopK {  // _layer.py:52
   using Table = TableChannel<TablePolicy>;
   static constexpr u32 kExperts = 256;
   static constexpr u32 kTopK = 8;
-  static constexpr u32 kChunks = 16;
+  static constexpr u32 kChunks = 8;
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
@@ -455,7 +473,8 @@ struct Unpooler {  // _layer.py:47
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
   static constexpr u32 kK = 4096;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
@@ -481,6 +500,7 @@ struct NextQkvg {  // _layer.py:47
   static constexpr u32 kRows = 2304;
   static constexpr u32 kK = 8192;
   static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.next_qkvg_weight; }
@@ -507,56 +527,55 @@ struct NextHeads {  // _layer.py:124
 extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<128>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 0;
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<184>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 29;
       ctx.attach();
-      ctx.step = 1;
-      ops::GlobalAttention<policy::Attention>::load<0, 1024, 2>(ctx);  // _layer.py:65
-      ctx.step = 2;
-      ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
-      ctx.step = 3;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
-      ctx.step = 4;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
-      ctx.step = 5;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
-      ctx.step = 6;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
-      ctx.step = 7;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx);  // _layer.py:47
-      ctx.step = 8;
-      ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 2>(ctx);  // _layer.py:47
-      ctx.step = 9;
-      ctx.drain();
+      ctx.step = 30;
+      ops::GlobalAttention<policy::Attention>::attend<4>(ctx);  // _layer.py:50
+      ctx.step = 31;
+      ops::GlobalAttention<policy::Attention>::merge<4>(ctx);  // _layer.py:50
+      ctx.step = 32;
+      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:47
+      ctx.step = 33;
+      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:51
+      ctx.step = 34;
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:47
+      ctx.step = 35;
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:47
+      ctx.step = 36;
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:51
+      ops::expert_math<37, 4,
+        policy::GateUp,  // _layer.py:47
+        policy::Down>(ctx);  // _layer.py:47
+      ctx.step = 39;
+      Event<barrier::BeginCombine>::arrive(ctx);  // _layer.py:130
+      ctx.step = 40;
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:51
+      ctx.step = 41;
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:47
+      ctx.step = 42;
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:51
+      ctx.step = 43;
+      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:47
+      ctx.step = 44;
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:124
+      ctx.step = 45;
+      ctx.trigger();  // _layer.py:141
     }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 10;
-      ctx.warm_code<16>();  // _layer.py:81
-      ctx.step = 11;
+  }
+  else {
+    ptx::setmaxnreg_dec<128>();
+    if (ctx.warp == 3) {  // warp 3
+      ctx.step = 25;
       ctx.attach();
-      ctx.step = 12;
-      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:52
-      ctx.step = 13;
-      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:52
-      ctx.step = 14;
-      Event<barrier::BeginCombine>::wait(ctx);  // _layer.py:130
-      ctx.step = 15;
-      ops::QkvHeads<policy::NextHeads>::prefetch_l2<0, 1024>(ctx);  // _layer.py:130
-      ctx.step = 16;
-      Channel<channel::Attended>::reset(ctx);  // _layer.py:53
-      Channel<channel::Projected>::reset(ctx);  // _layer.py:53
-      Channel<channel::Normed>::reset(ctx);  // _layer.py:53
-      Channel<channel::Logits>::reset(ctx);  // _layer.py:53
-      Channel<channel::Routes>::reset(ctx);  // _layer.py:53
-      Channel<channel::Pooled>::reset(ctx);  // _layer.py:53
-      Channel<channel::ExpertIn>::reset(ctx);  // _layer.py:53
-      Channel<channel::ExpertMid>::reset(ctx);  // _layer.py:53
-      Channel<channel::ExpertOut>::reset(ctx);  // _layer.py:53
-      Channel<channel::Combined>::reset(ctx);  // _layer.py:53
-      Channel<channel::Unpooled>::reset(ctx);  // _layer.py:53
-      Channel<channel::NextNormed>::reset(ctx);  // _layer.py:53
+      ctx.step = 26;
+      ops::RankSum<policy::AllReduce>::sum(ctx);  // _layer.py:100
+      ctx.step = 27;
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:49
+      ctx.step = 28;
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:49
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.step = 17;
@@ -576,52 +595,54 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       ctx.step = 24;
       ops::DenseGemm<policy::NextQkvg>::reduce(ctx);  // _layer.py:47
     }
-    else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 25;
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 10;
+      ctx.warm_code<16>();  // _layer.py:81
+      ctx.step = 11;
       ctx.attach();
-      ctx.step = 26;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:49
-      ctx.step = 27;
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:49
+      ctx.step = 12;
+      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:52
+      ctx.step = 13;
+      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:52
+      ctx.step = 14;
+      Event<barrier::BeginCombine>::wait(ctx);  // _layer.py:130
+      ctx.step = 15;
+      ops::QkvHeads<policy::NextHeads>::prefetch_l2<0, 1024>(ctx);  // _layer.py:130
+      ctx.step = 16;
+      reset_channels<channel::Attended, channel::Projected, channel::Summed, channel::Normed, channel::Logits, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::Combined, channel::Unpooled, channel::NextNormed>(ctx);  // _layer.py:53
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<184>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 28;
+    else if (ctx.warp == 0) {  // warp 0
+      ctx.step = 0;
       ctx.attach();
-      ctx.step = 29;
-      ops::GlobalAttention<policy::Attention>::attend<4>(ctx);  // _layer.py:50
-      ctx.step = 30;
-      ops::GlobalAttention<policy::Attention>::merge<4>(ctx);  // _layer.py:50
-      ctx.step = 31;
-      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:47
-      ctx.step = 32;
-      ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:51
-      ctx.step = 33;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // _layer.py:47
-      ctx.step = 34;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // _layer.py:47
-      ctx.step = 35;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:51
-      ctx.step = 36;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // _layer.py:47
-      ctx.step = 37;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // _layer.py:47
-      ctx.step = 38;
-      Event<barrier::BeginCombine>::arrive(ctx);  // _layer.py:130
-      ctx.step = 39;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:51
-      ctx.step = 40;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:47
-      ctx.step = 41;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:51
-      ctx.step = 42;
-      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:47
-      ctx.step = 43;
-      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:124
-      ctx.step = 44;
-      ctx.trigger();  // _layer.py:141
+      ctx.step = 1;
+      ops::GlobalAttention<policy::Attention>::load<0, 1024, 2>(ctx);  // _layer.py:65
+      ops::load_streams<2, 9>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 2:
+            ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:47
+            break;
+          case 3:
+            ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:47
+            break;
+          case 4:
+            ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:47
+            break;
+          case 5:
+            ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:47
+            break;
+          case 6:
+            ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:47
+            break;
+          case 7:
+            ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:47
+            break;
+          case 8:
+            ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 2>(ctx, s);  // _layer.py:47
+            break;
+        }
+      });
+      ctx.step = 9;
+      ctx.drain();
     }
   }
   ctx.end(true);

@@ -58,15 +58,15 @@ struct HeadPartials {  // lamport, muse_last.py:22
 };
 struct Bests {  // lamport, muse_last.py:23
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 13561856, kBytes = 50688, kCopies = 1, kEmpty = 0xffffffffu;
-  static constexpr u32 kElementBytes = 4, kRowStride = 792, kRankStride = 0, kShard = 792;
+  static constexpr u32 kOffset = 13561856, kBytes = 101120, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 1580, kRankStride = 0, kShard = 1580;
   static constexpr u32 kCounterOffset = 0, kArrivals = 395, kIndex = 8;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Votes {  // lamport, muse_last.py:24
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 13612544, kBytes = 65536, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 13662976, kBytes = 65536, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 1024, kRankStride = 128, kShard = 128;
   static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 9;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -153,6 +153,7 @@ struct LmHead {  // _ends.py:47
   static constexpr u32 kRows = 25264;
   static constexpr u32 kK = 8192;
   static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.lm_head_weight; }
@@ -177,30 +178,22 @@ struct Choose {  // muse_last.py:21
 extern "C" __global__ void __launch_bounds__(384, 1) muse_last(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 11;
+      ctx.attach();
+      ctx.step = 12;
+      ops::RmsNorm<policy::FinalNorm>::compute<4>(ctx);  // _ends.py:46
+      ctx.step = 13;
+      ops::DenseGemm<policy::LmHead>::math<4>(ctx);  // _ends.py:47
+      ctx.step = 14;
+      ops::Choose<policy::Choose>::score<4>(ctx);  // muse_last.py:21
+    }
+  }
+  else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 0;
-      ops::DenseGemm<policy::LmHead>::load_weights<0, 1024, 6>(ctx);  // _ends.py:47
-      ctx.step = 1;
-      ctx.attach();
-      ctx.step = 2;
-      ctx.drain();
-    }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 3;
-      ctx.attach();
-      ctx.step = 4;
-      Channel<channel::FinalNormed>::reset(ctx);  // _ends.py:48
-      Channel<channel::Votes>::reset(ctx);  // _ends.py:48
-    }
-    else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 5;
-      ctx.attach();
-      ctx.step = 6;
-      ops::DenseGemm<policy::LmHead>::reduce(ctx);  // _ends.py:47
-    }
-    else if (ctx.warp == 3) {  // warp 3
+    if (ctx.warp == 3) {  // warp 3
       ctx.step = 7;
       ctx.attach();
       ctx.step = 8;
@@ -210,18 +203,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_last(const __grid_cons
       ctx.step = 10;
       ctx.trigger();  // _ends.py:58
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 11;
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 5;
       ctx.attach();
-      ctx.step = 12;
-      ops::RmsNorm<policy::FinalNorm>::compute<4>(ctx);  // _ends.py:46
-      ctx.step = 13;
-      ops::DenseGemm<policy::LmHead>::math<4>(ctx);  // _ends.py:47
-      ctx.step = 14;
-      ops::Choose<policy::Choose>::score<4>(ctx);  // muse_last.py:21
+      ctx.step = 6;
+      ops::DenseGemm<policy::LmHead>::reduce(ctx);  // _ends.py:47
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 3;
+      ctx.attach();
+      ctx.step = 4;
+      reset_channels<channel::FinalNormed, channel::Votes>(ctx);  // _ends.py:48
+    }
+    else if (ctx.warp == 0) {  // warp 0
+      ops::load_streams<0, 1>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 0:
+            ops::DenseGemm<policy::LmHead>::load_weights<0, 1024, 6>(ctx, s);  // _ends.py:47
+            break;
+        }
+      });
+      ctx.step = 1;
+      ctx.attach();
+      ctx.step = 2;
+      ctx.drain();
     }
   }
   ctx.end(true);

@@ -72,15 +72,15 @@ struct Normed {  // lamport, muse_moe.py:72
 };
 struct Logits {  // lamport, muse_moe.py:73
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 626688, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 626688, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 10;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 10;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1150976, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 888832, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -88,15 +88,15 @@ struct Routes {  // lamport
 };
 struct PooledPartials {  // lamport, muse_moe.py:74
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1153024, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 890880, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Pooled {  // lamport, muse_moe.py:75
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1021952, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -104,7 +104,7 @@ struct Pooled {  // lamport, muse_moe.py:75
 };
 struct ExpertIn {  // lamport, muse_moe.py:76
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1808384, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -112,7 +112,7 @@ struct ExpertIn {  // lamport, muse_moe.py:76
 };
 struct ExpertMid {  // lamport, muse_moe.py:77
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 2070528, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1677312, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kExpert;
@@ -120,7 +120,7 @@ struct ExpertMid {  // lamport, muse_moe.py:77
 };
 struct ExpertOut {  // lamport, muse_moe.py:78
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 5216256, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 4823040, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kExpert;
@@ -128,7 +128,7 @@ struct ExpertOut {  // lamport, muse_moe.py:78
 };
 struct Combined {  // lamport, muse_moe.py:79
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8361984, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7968768, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -136,15 +136,15 @@ struct Combined {  // lamport, muse_moe.py:79
 };
 struct UnpooledPartials {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8624128, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8230912, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Unpooled {  // lamport, muse_moe.py:81
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8886272, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8361984, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -229,7 +229,8 @@ struct Router {  // muse_moe.py:42
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 512;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 512;
   static constexpr u32 kFormat = 1;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
@@ -240,7 +241,8 @@ struct Pooler {  // muse_moe.py:42
   using Out = Channel<channel::Pooled>;
   static constexpr u32 kRows = 512;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
@@ -251,7 +253,7 @@ struct TopK {  // muse_moe.py:44
   using Table = TableChannel<TablePolicy>;
   static constexpr u32 kExperts = 256;
   static constexpr u32 kTopK = 8;
-  static constexpr u32 kChunks = 16;
+  static constexpr u32 kChunks = 8;
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
@@ -323,7 +325,8 @@ struct Unpooler {  // muse_moe.py:42
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
   static constexpr u32 kK = 4096;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
@@ -347,41 +350,41 @@ struct Residual {  // muse_moe.py:45
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 0;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 1;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 2;
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 20;
       ctx.attach();
-      ctx.step = 3;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 4;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 5;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 6;
-      ctx.drain();
+      ctx.step = 21;
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 22;
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:42
+      ctx.step = 23;
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:42
+      ctx.step = 24;
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:45
+      ops::expert_math<25, 4,
+        policy::GateUp,  // muse_moe.py:42
+        policy::Down>(ctx);  // muse_moe.py:42
+      ctx.step = 27;
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 28;
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
+      ctx.step = 29;
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:45
+      ctx.step = 30;
+      ctx.trigger();  // muse_moe.py:82
     }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 7;
+  }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp == 3) {  // warp 3
+      ctx.step = 17;
       ctx.attach();
-      ctx.step = 8;
-      ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:44
-      ctx.step = 9;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
-      ctx.step = 10;
-      Channel<channel::Normed>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Logits>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Routes>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Pooled>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::ExpertIn>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::ExpertMid>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::ExpertOut>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Combined>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Unpooled>::reset(ctx);  // muse_moe.py:46
+      ctx.step = 18;
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:43
+      ctx.step = 19;
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:43
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.step = 11;
@@ -397,40 +400,41 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe(const __grid_const
       ctx.step = 16;
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:42
     }
-    else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 17;
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 7;
       ctx.attach();
-      ctx.step = 18;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:43
-      ctx.step = 19;
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:43
+      ctx.step = 8;
+      ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:44
+      ctx.step = 9;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      ctx.step = 10;
+      reset_channels<channel::Normed, channel::Logits, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::Combined, channel::Unpooled>(ctx);  // muse_moe.py:46
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 20;
-      ctx.attach();
-      ctx.step = 21;
-      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:45
-      ctx.step = 22;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:42
-      ctx.step = 23;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:42
-      ctx.step = 24;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:45
-      ctx.step = 25;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_moe.py:42
-      ctx.step = 26;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_moe.py:42
-      ctx.step = 27;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:45
-      ctx.step = 28;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
-      ctx.step = 29;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:45
-      ctx.step = 30;
-      ctx.trigger();  // muse_moe.py:82
+    else if (ctx.warp == 0) {  // warp 0
+      ops::load_streams<0, 6>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 0:
+            ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+          case 1:
+            ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+          case 2:
+            ctx.attach();
+            break;
+          case 3:
+            ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+          case 4:
+            ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+          case 5:
+            ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+        }
+      });
+      ctx.step = 6;
+      ctx.drain();
     }
   }
   ctx.end(true);

@@ -16,11 +16,12 @@ def schedule(
     choices: dict[str, str] | None = None,
     split: str = "nn",
     experts: str = "nvfp4",
-    all_reduce: str = "one_shot",
+    all_reduce: str = "",  # two shots, unless there is one rank
     following: str = "sliding",
     positions: int = muse_spark.POSITIONS,
     config: muse_spark.MuseSparkConfig | None = None,
 ) -> Schedule:
+    all_reduce = all_reduce or ("two_shot" if tp > 1 else "one_shot")
     g = muse_spark.sliding_layer(
         tp=tp,
         tokens=tokens,

@@ -569,7 +569,9 @@ class _Builder:
             expert_mid = self.tensor("expert_mid", t, c.top_k, i // tp)
             expert_out = self.tensor("expert_out", tp, t, c.top_k, m, scope=Scope.WORLD, reduce=True)
         combined = self.tensor("combined", t, m)
-        unpooled_partials = self.tensor("unpooled_partials", m // paired(UNIT, m), h // tp // 16, t, 16, dtype=DType.FP32)
+        unpooled_partials = self.tensor(
+            "unpooled_partials", m // paired(UNIT, m), h // tp // 16, t, 16, dtype=DType.FP32
+        )
         unpooled = self.tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
 
         down_rows, down_k = (m // tp, i) if split == "nn" else (m, i // tp)

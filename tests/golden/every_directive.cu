@@ -34,49 +34,49 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 185856, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 181760, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 185888, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 181792, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 185920, kSlots = 3, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 181824, kSlots = 3, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 185944, kSlots = 3, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 181848, kSlots = 3, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 185968, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 181872, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreFfnNorm {
-  static constexpr u32 kOffset = 185976, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 181880, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 185984, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 181888, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct GroupCombine {
-  static constexpr u32 kOffset = 185992, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 181896, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct GroupResidual {
-  static constexpr u32 kOffset = 186000, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 181904, kSlots = 1, kCount = 8, kIndex = 8;
 };
 struct PointDown {
-  static constexpr u32 kOffset = 186008, kSlots = 1, kCount = 9, kIndex = 9;
+  static constexpr u32 kOffset = 181912, kSlots = 1, kCount = 9, kIndex = 9;
 };
 struct BeginCombine {
-  static constexpr u32 kOffset = 186016, kSlots = 1, kCount = 8, kIndex = 10;
+  static constexpr u32 kOffset = 181920, kSlots = 1, kCount = 8, kIndex = 10;
 };
 struct BeginDown {
-  static constexpr u32 kOffset = 186024, kSlots = 1, kCount = 9, kIndex = 11;
+  static constexpr u32 kOffset = 181928, kSlots = 1, kCount = 9, kIndex = 11;
 };
 struct BeginGateUp {
-  static constexpr u32 kOffset = 186032, kSlots = 1, kCount = 9, kIndex = 12;
+  static constexpr u32 kOffset = 181936, kSlots = 1, kCount = 9, kIndex = 12;
 };
 struct BeginRouter {
-  static constexpr u32 kOffset = 186040, kSlots = 1, kCount = 9, kIndex = 13;
+  static constexpr u32 kOffset = 181944, kSlots = 1, kCount = 9, kIndex = 13;
 };
 struct DonePooledPartials {
-  static constexpr u32 kOffset = 186048, kSlots = 1, kCount = 1, kIndex = 14;
+  static constexpr u32 kOffset = 181952, kSlots = 1, kCount = 1, kIndex = 14;
 };
 }  // namespace barrier
 
@@ -91,15 +91,15 @@ struct Normed {  // counter, every_directive.py:53
 };
 struct Logits {  // lamport, every_directive.py:54
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 617472, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 617472, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 879616, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 748544, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -109,23 +109,23 @@ struct PooledPartials {  // cluster, every_directive.py:56
   static constexpr Sync kKind = Sync::kCluster;
   static constexpr u32 kOffset = 0, kBytes = 0, kCopies = 1, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
   using Done = barrier::DonePooledPartials;
-  static constexpr u32 kSharedOffset = 177664, kChunks = 8, kRowBlocks = 32;
+  static constexpr u32 kSharedOffset = 177664, kChunks = 4, kRowBlocks = 32;
 };
 struct Pooled {  // flag, every_directive.py:57
   static constexpr Sync kKind = Sync::kFlag;
-  static constexpr u32 kOffset = 881664, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
+  static constexpr u32 kOffset = 750592, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 1274880, kArrivals = 32, kIndex = 20;
+  static constexpr u32 kCounterOffset = 1143808, kArrivals = 32, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct ExpertIn {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1275136, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1144064, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -133,7 +133,7 @@ struct ExpertIn {  // lamport
 };
 struct ExpertMid {  // lamport, every_directive.py:58
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1537280, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
+  static constexpr u32 kOffset = 1406208, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kExpert;
@@ -141,7 +141,7 @@ struct ExpertMid {  // lamport, every_directive.py:58
 };
 struct ExpertOut {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 4683008, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 4551936, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kExpert;
@@ -149,7 +149,7 @@ struct ExpertOut {  // lamport
 };
 struct Combined {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 7828736, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7697664, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -157,15 +157,15 @@ struct Combined {  // lamport
 };
 struct UnpooledPartials {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8090880, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7959808, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Unpooled {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8615168, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8221952, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -263,7 +263,8 @@ struct Router {  // every_directive.py:33
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 512;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 512;
   static constexpr u32 kFormat = 1;
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
@@ -274,7 +275,8 @@ struct Pooler {  // every_directive.py:33
   using Out = Channel<channel::Pooled>;
   static constexpr u32 kRows = 512;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 2, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
@@ -285,7 +287,7 @@ struct TopK {  // every_directive.py:39
   using Table = TableChannel<TablePolicy>;
   static constexpr u32 kExperts = 256;
   static constexpr u32 kTopK = 8;
-  static constexpr u32 kChunks = 16;
+  static constexpr u32 kChunks = 8;
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
@@ -357,7 +359,8 @@ struct Unpooler {  // every_directive.py:33
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
   static constexpr u32 kK = 4096;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
@@ -382,53 +385,62 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
   Ctx ctx(p);
   ctx.stamps.open(ctx, 0);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<104>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.enter(0);
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:33
-      ctx.enter(1);
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx);  // every_directive.py:33
-      ctx.enter(2);
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<200>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.enter(36);
       ctx.attach();
-      ctx.enter(3);
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:33
-      ctx.enter(4);
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx);  // every_directive.py:33
-      ctx.enter(5);
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx);  // every_directive.py:33
-      ctx.enter(6);
-      Event<barrier::PointDown>::wait(ctx);  // every_directive.py:46
-      ctx.enter(7);
-      ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx);  // every_directive.py:33
-      ctx.enter(8);
-      ctx.drain();
+      ctx.enter(37);
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:40
+      ctx.enter(38);
+      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:49
+      ctx.enter(39);
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:34
+      ctx.enter(40);
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:34
+      ctx.enter(41);
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:40
+      ctx.enter(42);
+      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:47
+      ops::expert_math<43, 4,
+        policy::GateUp>(ctx);  // every_directive.py:34
+      ctx.enter(44);
+      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:46
+      ops::expert_math<45, 4,
+        policy::Down>(ctx);  // every_directive.py:34
+      ctx.enter(46);
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:46
+      ctx.enter(47);
+      Event<barrier::BeginCombine>::arrive(ctx);  // every_directive.py:52
+      ctx.enter(48);
+      ctx.dry_run([&] { ops::Combine<policy::Combine>::compute<4>(ctx); });  // every_directive.py:40, dry run every_directive.py:59
+      ctx.enter(49);
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:34
+      ctx.enter(50);
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:40
     }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.enter(9);
-      ctx.warm_code<6>();  // every_directive.py:51
-      ctx.enter(10);
+  }
+  else {
+    ptx::setmaxnreg_dec<104>();
+    if (ctx.warp == 3) {  // warp 3
+      ctx.enter(27);
       ctx.attach();
-      ctx.enter(11);
-      ctx.trigger();  // every_directive.py:62
-      ctx.enter(12);
-      ctx.dry_run([&] { ops::TopK<policy::TopK>::select(ctx); });  // every_directive.py:39, dry run every_directive.py:59
-      ctx.enter(13);
-      ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:39
-      ctx.enter(14);
-      Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:46
-      ctx.enter(15);
-      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:46
-      ctx.enter(16);
-      Channel<channel::Normed>::reset(ctx);  // every_directive.py:41
-      Channel<channel::Routes>::reset(ctx);  // every_directive.py:41
-      Channel<channel::Pooled>::reset(ctx);  // every_directive.py:41
-      Channel<channel::ExpertIn>::reset(ctx);  // every_directive.py:41
-      Channel<channel::ExpertMid>::reset(ctx);  // every_directive.py:41
-      Channel<channel::ExpertOut>::reset(ctx);  // every_directive.py:41
-      Channel<channel::Combined>::reset(ctx);  // every_directive.py:41
-      Channel<channel::UnpooledPartials>::reset(ctx);  // every_directive.py:41
-      Channel<channel::Unpooled>::reset(ctx);  // every_directive.py:41
+      ctx.enter(28);
+      Event<barrier::BeginRouter>::wait(ctx);  // every_directive.py:49
+      ctx.enter(29);
+      ops::ExpertGemm<policy::GateUp>::prefetch_guess(ctx);  // every_directive.py:49
+      ctx.enter(30);
+      ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:35
+      ctx.enter(31);
+      Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:47
+      ctx.enter(32);
+      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:47
+      ctx.enter(33);
+      Event<barrier::BeginCombine>::wait(ctx);  // every_directive.py:52
+      ctx.enter(34);
+      ctx.warm_next<8>();  // every_directive.py:52
+      ctx.enter(35);
+      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:35
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.enter(17);
@@ -452,60 +464,55 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       ctx.enter(26);
       ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:34
     }
-    else if (ctx.warp == 3) {  // warp 3
-      ctx.enter(27);
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.enter(9);
+      ctx.warm_code<6>();  // every_directive.py:51
+      ctx.enter(10);
       ctx.attach();
-      ctx.enter(28);
-      Event<barrier::BeginRouter>::wait(ctx);  // every_directive.py:49
-      ctx.enter(29);
-      ops::ExpertGemm<policy::GateUp>::prefetch_guess(ctx);  // every_directive.py:49
-      ctx.enter(30);
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:35
-      ctx.enter(31);
-      Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:47
-      ctx.enter(32);
-      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:47
-      ctx.enter(33);
-      Event<barrier::BeginCombine>::wait(ctx);  // every_directive.py:52
-      ctx.enter(34);
-      ctx.warm_next<8>();  // every_directive.py:52
-      ctx.enter(35);
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:35
+      ctx.enter(11);
+      ctx.trigger();  // every_directive.py:62
+      ctx.enter(12);
+      ctx.dry_run([&] { ops::TopK<policy::TopK>::select(ctx); });  // every_directive.py:39, dry run every_directive.py:59
+      ctx.enter(13);
+      ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:39
+      ctx.enter(14);
+      Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:46
+      ctx.enter(15);
+      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:46
+      ctx.enter(16);
+      reset_channels<channel::Normed, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::Combined, channel::UnpooledPartials, channel::Unpooled>(ctx);  // every_directive.py:41
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<200>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.enter(36);
-      ctx.attach();
-      ctx.enter(37);
-      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:40
-      ctx.enter(38);
-      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:49
-      ctx.enter(39);
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:34
-      ctx.enter(40);
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:34
-      ctx.enter(41);
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:40
-      ctx.enter(42);
-      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:47
-      ctx.enter(43);
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // every_directive.py:34
-      ctx.enter(44);
-      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:46
-      ctx.enter(45);
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // every_directive.py:34
-      ctx.enter(46);
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:46
-      ctx.enter(47);
-      Event<barrier::BeginCombine>::arrive(ctx);  // every_directive.py:52
-      ctx.enter(48);
-      ctx.dry_run([&] { ops::Combine<policy::Combine>::compute<4>(ctx); });  // every_directive.py:40, dry run every_directive.py:59
-      ctx.enter(49);
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:34
-      ctx.enter(50);
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:40
+    else if (ctx.warp == 0) {  // warp 0
+      ops::load_streams<0, 8>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 0:
+            ops::DenseGemm<policy::Router>::load_weights<0, 1024, 2>(ctx, s);  // every_directive.py:33
+            break;
+          case 1:
+            ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 2>(ctx, s);  // every_directive.py:33
+            break;
+          case 2:
+            ctx.attach();
+            break;
+          case 3:
+            ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx, s);  // every_directive.py:33
+            break;
+          case 4:
+            ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx, s);  // every_directive.py:33
+            break;
+          case 5:
+            ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx, s);  // every_directive.py:33
+            break;
+          case 6:
+            Event<barrier::PointDown>::wait(ctx);  // every_directive.py:46
+            break;
+          case 7:
+            ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx, s);  // every_directive.py:33
+            break;
+        }
+      });
+      ctx.enter(8);
+      ctx.drain();
     }
   }
   ctx.end(true);

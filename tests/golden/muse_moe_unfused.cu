@@ -72,15 +72,15 @@ struct Normed {  // lamport, muse_moe.py:72
 };
 struct Logits {  // lamport, muse_moe.py:73
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 626688, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 626688, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 10;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 10;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1150976, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 888832, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -88,15 +88,15 @@ struct Routes {  // lamport
 };
 struct PooledPartials {  // lamport, muse_moe.py:74
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1153024, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 890880, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Pooled {  // lamport, muse_moe.py:75
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1021952, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -104,7 +104,7 @@ struct Pooled {  // lamport, muse_moe.py:75
 };
 struct ExpertIn {  // lamport, muse_moe.py:76
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1808384, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -112,7 +112,7 @@ struct ExpertIn {  // lamport, muse_moe.py:76
 };
 struct ExpertMid {  // lamport, muse_moe.py:77
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 2070528, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1677312, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kExpert;
@@ -120,7 +120,7 @@ struct ExpertMid {  // lamport, muse_moe.py:77
 };
 struct ExpertOut {  // lamport, muse_moe.py:78
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 5216256, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 4823040, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kExpert;
@@ -128,7 +128,7 @@ struct ExpertOut {  // lamport, muse_moe.py:78
 };
 struct Combined {  // lamport, muse_moe.py:79
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8361984, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7968768, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -136,15 +136,15 @@ struct Combined {  // lamport, muse_moe.py:79
 };
 struct UnpooledPartials {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8624128, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8230912, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Unpooled {  // lamport, muse_moe.py:81
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8886272, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8361984, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -229,7 +229,8 @@ struct Router {  // muse_moe.py:42
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 512;
+  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kStageK = 512;
   static constexpr u32 kFormat = 1;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
@@ -240,7 +241,8 @@ struct Pooler {  // muse_moe.py:42
   using Out = Channel<channel::Pooled>;
   static constexpr u32 kRows = 512;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
@@ -251,7 +253,7 @@ struct TopK {  // muse_moe.py:44
   using Table = TableChannel<TablePolicy>;
   static constexpr u32 kExperts = 256;
   static constexpr u32 kTopK = 8;
-  static constexpr u32 kChunks = 16;
+  static constexpr u32 kChunks = 8;
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
@@ -323,7 +325,8 @@ struct Unpooler {  // muse_moe.py:42
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
   static constexpr u32 kK = 4096;
-  static constexpr u32 kUnitK = 1024;
+  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
@@ -347,34 +350,9 @@ struct Residual {  // muse_moe.py:45
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 0;
-      ctx.attach();
-    }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 1;
-      ctx.attach();
-      ctx.step = 2;
-      Channel<channel::Normed>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Logits>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Routes>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Pooled>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::ExpertIn>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::ExpertMid>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::ExpertOut>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Combined>::reset(ctx);  // muse_moe.py:46
-      Channel<channel::Unpooled>::reset(ctx);  // muse_moe.py:46
-    }
-    else if (ctx.warp <= 3) {  // warps 2 to 3
-      ctx.step = 3;
-      ctx.attach();
-    }
-  }
-  else {
+  if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
+    if (ctx.warp >= 4) {  // warps 4 to 11
       ctx.step = 4;
       ctx.attach();
       ctx.step = 5;
@@ -383,24 +361,42 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const
       ctx.trigger();  // muse_moe.py:82
     }
   }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp >= 2) {  // warps 2 to 3
+      ctx.step = 3;
+      ctx.attach();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 1;
+      ctx.attach();
+      ctx.step = 2;
+      reset_channels<channel::Normed, channel::Logits, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::Combined, channel::Unpooled>(ctx);  // muse_moe.py:46
+    }
+    else if (ctx.warp == 0) {  // warp 0
+      ctx.step = 0;
+      ctx.attach();
+    }
+  }
   ctx.end(false);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 7;
-      ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 8;
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 15;
       ctx.attach();
-      ctx.step = 9;
-      ctx.drain();
+      ctx.step = 16;
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:42
     }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 10;
+  }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp == 3) {  // warp 3
+      ctx.step = 14;
       ctx.attach();
     }
     else if (ctx.warp == 2) {  // warp 2
@@ -411,18 +407,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __gri
       ctx.step = 13;
       ctx.trigger();  // muse_moe.py:82
     }
-    else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 14;
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 10;
       ctx.attach();
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 15;
+    else if (ctx.warp == 0) {  // warp 0
+      ops::load_streams<7, 8>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 7:
+            ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+        }
+      });
+      ctx.step = 8;
       ctx.attach();
-      ctx.step = 16;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:42
+      ctx.step = 9;
+      ctx.drain();
     }
   }
   ctx.end(false);
@@ -431,27 +431,18 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __gri
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 26;
+      ctx.attach();
+      ctx.step = 27;
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:42
+    }
+  }
+  else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 17;
-      ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 18;
-      ctx.attach();
-      ctx.step = 19;
-      ctx.drain();
-    }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 20;
-      ctx.attach();
-    }
-    else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 21;
-      ctx.attach();
-      ctx.step = 22;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_moe.py:42
-    }
-    else if (ctx.warp == 3) {  // warp 3
+    if (ctx.warp == 3) {  // warp 3
       ctx.step = 23;
       ctx.attach();
       ctx.step = 24;
@@ -459,14 +450,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __gri
       ctx.step = 25;
       ctx.trigger();  // muse_moe.py:82
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 26;
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 21;
       ctx.attach();
-      ctx.step = 27;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:42
+      ctx.step = 22;
+      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_moe.py:42
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 20;
+      ctx.attach();
+    }
+    else if (ctx.warp == 0) {  // warp 0
+      ops::load_streams<17, 18>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 17:
+            ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+        }
+      });
+      ctx.step = 18;
+      ctx.attach();
+      ctx.step = 19;
+      ctx.drain();
     }
   }
   ctx.end(false);
@@ -475,10 +480,17 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __gri
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 34;
+      ctx.attach();
+    }
+  }
+  else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 28;
+    if (ctx.warp >= 2) {  // warps 2 to 3
+      ctx.step = 33;
       ctx.attach();
     }
     else if (ctx.warp == 1) {  // warp 1
@@ -491,15 +503,8 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid
       ctx.step = 32;
       ctx.trigger();  // muse_moe.py:82
     }
-    else if (ctx.warp <= 3) {  // warps 2 to 3
-      ctx.step = 33;
-      ctx.attach();
-    }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 34;
+    else if (ctx.warp == 0) {  // warp 0
+      ctx.step = 28;
       ctx.attach();
     }
   }
@@ -509,16 +514,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_expert_norm(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp <= 3) {  // warps 0 to 3
-      ctx.step = 35;
-      ctx.attach();
-    }
-  }
-  else {
+  if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
+    if (ctx.warp >= 4) {  // warps 4 to 11
       ctx.step = 36;
       ctx.attach();
       ctx.step = 37;
@@ -527,27 +525,33 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_expert_norm(co
       ctx.trigger();  // muse_moe.py:82
     }
   }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp >= 0) {  // warps 0 to 3
+      ctx.step = 35;
+      ctx.attach();
+    }
+  }
   ctx.end(false);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 39;
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 48;
       ctx.attach();
-      ctx.step = 40;
-      ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 41;
-      ctx.drain();
+      ops::expert_math<49, 4,
+        policy::GateUp>(ctx);  // muse_moe.py:42
     }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 42;
+  }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp == 3) {  // warp 3
+      ctx.step = 47;
       ctx.attach();
-      ctx.step = 43;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.step = 44;
@@ -557,18 +561,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __gr
       ctx.step = 46;
       ctx.trigger();  // muse_moe.py:82
     }
-    else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 47;
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 42;
       ctx.attach();
+      ctx.step = 43;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 48;
+    else if (ctx.warp == 0) {  // warp 0
+      ctx.step = 39;
       ctx.attach();
-      ctx.step = 49;
-      ops::ExpertGemm<policy::GateUp>::math<4>(ctx);  // muse_moe.py:42
+      ops::load_streams<40, 41>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 40:
+            ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+        }
+      });
+      ctx.step = 41;
+      ctx.drain();
     }
   }
   ctx.end(false);
@@ -577,21 +587,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __gr
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 50;
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 59;
       ctx.attach();
-      ctx.step = 51;
-      ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 52;
-      ctx.drain();
+      ops::expert_math<60, 4,
+        policy::Down>(ctx);  // muse_moe.py:42
     }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 53;
+  }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp == 3) {  // warp 3
+      ctx.step = 58;
       ctx.attach();
-      ctx.step = 54;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
     }
     else if (ctx.warp == 2) {  // warp 2
       ctx.step = 55;
@@ -601,18 +610,24 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_
       ctx.step = 57;
       ctx.trigger();  // muse_moe.py:82
     }
-    else if (ctx.warp == 3) {  // warp 3
-      ctx.step = 58;
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 53;
       ctx.attach();
+      ctx.step = 54;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 59;
+    else if (ctx.warp == 0) {  // warp 0
+      ctx.step = 50;
       ctx.attach();
-      ctx.step = 60;
-      ops::ExpertGemm<policy::Down>::math<4>(ctx);  // muse_moe.py:42
+      ops::load_streams<51, 52>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 51:
+            ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+        }
+      });
+      ctx.step = 52;
+      ctx.drain();
     }
   }
   ctx.end(false);
@@ -621,26 +636,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_combine(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 61;
-      ctx.attach();
-    }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 62;
-      ctx.attach();
-      ctx.step = 63;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
-    }
-    else if (ctx.warp <= 3) {  // warps 2 to 3
-      ctx.step = 64;
-      ctx.attach();
-    }
-  }
-  else {
+  if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
+    if (ctx.warp >= 4) {  // warps 4 to 11
       ctx.step = 65;
       ctx.attach();
       ctx.step = 66;
@@ -649,33 +647,41 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_combine(const __gr
       ctx.trigger();  // muse_moe.py:82
     }
   }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp >= 2) {  // warps 2 to 3
+      ctx.step = 64;
+      ctx.attach();
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 62;
+      ctx.attach();
+      ctx.step = 63;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+    }
+    else if (ctx.warp == 0) {  // warp 0
+      ctx.step = 61;
+      ctx.attach();
+    }
+  }
   ctx.end(false);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
+  if (ctx.warp >= 4) {
+    ptx::setmaxnreg_inc<192>();
+    if (ctx.warp >= 4) {  // warps 4 to 11
+      ctx.step = 77;
+      ctx.attach();
+      ctx.step = 78;
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
+    }
+  }
+  else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 0) {  // warp 0
-      ctx.step = 68;
-      ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx);  // muse_moe.py:42
-      ctx.step = 69;
-      ctx.attach();
-      ctx.step = 70;
-      ctx.drain();
-    }
-    else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 71;
-      ctx.attach();
-    }
-    else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 72;
-      ctx.attach();
-      ctx.step = 73;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:42
-    }
-    else if (ctx.warp == 3) {  // warp 3
+    if (ctx.warp == 3) {  // warp 3
       ctx.step = 74;
       ctx.attach();
       ctx.step = 75;
@@ -683,14 +689,28 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __g
       ctx.step = 76;
       ctx.trigger();  // muse_moe.py:82
     }
-  }
-  else {
-    ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
-      ctx.step = 77;
+    else if (ctx.warp == 2) {  // warp 2
+      ctx.step = 72;
       ctx.attach();
-      ctx.step = 78;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
+      ctx.step = 73;
+      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:42
+    }
+    else if (ctx.warp == 1) {  // warp 1
+      ctx.step = 71;
+      ctx.attach();
+    }
+    else if (ctx.warp == 0) {  // warp 0
+      ops::load_streams<68, 69>(ctx, [&](ops::StreamState& s) {
+        switch (ctx.step) {
+          case 68:
+            ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            break;
+        }
+      });
+      ctx.step = 69;
+      ctx.attach();
+      ctx.step = 70;
+      ctx.drain();
     }
   }
   ctx.end(false);
@@ -699,22 +719,22 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __g
 extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_residual(const __grid_constant__ Params p) {
   Ctx ctx(p);
   ctx.begin();
-  if (ctx.warp < 4) {
-    ptx::setmaxnreg_dec<120>();
-    if (ctx.warp <= 3) {  // warps 0 to 3
-      ctx.step = 79;
-      ctx.attach();
-    }
-  }
-  else {
+  if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
-    if (ctx.warp <= 11) {  // warps 4 to 11
+    if (ctx.warp >= 4) {  // warps 4 to 11
       ctx.step = 80;
       ctx.attach();
       ctx.step = 81;
       ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:45
       ctx.step = 82;
       ctx.trigger();  // muse_moe.py:82
+    }
+  }
+  else {
+    ptx::setmaxnreg_dec<120>();
+    if (ctx.warp >= 0) {  // warps 0 to 3
+      ctx.step = 79;
+      ctx.attach();
     }
   }
   ctx.end(true);

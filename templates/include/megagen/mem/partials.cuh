@@ -14,7 +14,13 @@ MEGAGEN_DEVICE constexpr u32 chunk_batch() {
     return n;
 }
 
-// x += rows `row` to `row` + 3 of a token, chunks of K in ascending order. The places are handed back.
+// Where the first of chunk c's sums of a token is: rows `row` to `row` + 3.
+template <u32 kRowBlocks, class Ctx>
+MEGAGEN_DEVICE u64 chunk_sum(const Ctx&, u32 c, u32 row, u32 token) {
+    return ((c * kRowBlocks + row / kRowBlock) * Ctx::Kernel::kTokens + token) * kRowBlock + row % kRowBlock;
+}
+
+// x += rows `row` to `row` + 3 of a token, chunks of K in ascending order.
 template <class Partials, u32 kRowBlocks, u32 kChunks, class Ctx>
 MEGAGEN_DEVICE bool sum_chunks(Ctx& ctx, u32 row, u32 token, bool valid, float (&x)[4]) {
     static_assert(!Partials::kClustered, "partial sums are read by other blocks");
@@ -22,13 +28,9 @@ MEGAGEN_DEVICE bool sum_chunks(Ctx& ctx, u32 row, u32 token, bool valid, float (
 #pragma unroll 1
     for (u32 c = 0; c < ctx.rounds(kChunks, kBatch); c += kBatch) {
         uint4 v[kBatch];
-        const u32 first =
-            ((c * kRowBlocks + row / kRowBlock) * Ctx::Kernel::kTokens + token) * kRowBlock + row % kRowBlock;
-        const auto index = [&](u32 i) {
-            return static_cast<u64>(first) + i * (kRowBlocks * Ctx::Kernel::kTokens * kRowBlock);
-        };
+        const u64 first = chunk_sum<kRowBlocks>(ctx, c, row, token);
+        const auto index = [&](u32 i) { return first + i * (kRowBlocks * Ctx::Kernel::kTokens * kRowBlock); };
         if (!Partials::read(ctx, v, valid, index)) return false;
-        Partials::template release<kBatch>(ctx, valid, index);
 #pragma unroll
         for (u32 i = 0; i < kBatch; ++i) {
             float more[4];
@@ -38,6 +40,14 @@ MEGAGEN_DEVICE bool sum_chunks(Ctx& ctx, u32 row, u32 token, bool valid, float (
         }
     }
     return true;
+}
+
+// Hands the places back: once what was made of them is sent, as stores hold up what comes after.
+template <class Partials, u32 kRowBlocks, u32 kChunks, class Ctx>
+MEGAGEN_DEVICE void release_chunks(const Ctx& ctx, u32 row, u32 token, bool valid) {
+#pragma unroll 1
+    for (u32 c = 0; c < kChunks; ++c)
+        Partials::template release<1>(ctx, valid, [&](u32) { return chunk_sum<kRowBlocks>(ctx, c, row, token); });
 }
 
 } // namespace megagen

@@ -140,16 +140,22 @@ MEGAGEN_DEVICE float warp_sums(const float (&x)[kN], u32 lane) {
 // so that what follows of each sum is done once and not by every lane. `round` counts calls on this barrier; scratch
 // holds two rounds of 8 x kN floats, so that a fast warp cannot overwrite what a slow one still reads. A rehearsal may
 // store: what a warp writes nobody reads before that warp has arrived.
-template <class Group, u32 kN, class Ctx>
-MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
+// `meanwhile` runs once this warp's part is on its way: loads before it would hold up the shuffles.
+template <class Group, u32 kN, class Ctx, class Meanwhile>
+MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN], Meanwhile meanwhile) {
     const u32 mine = scratch + (round % 2 * kN + ctx.lane / (32 / kN)) * (kSlices * 4);
     const float sum = warp_sums(x, ctx.lane);
     if (ctx.lane % (32 / kN) == 0) ptx::st_shared_f32(mine + warp * 4, sum);
     Barrier<Group>::arrive(ctx, 0);
+    meanwhile();
     if (!Barrier<Group>::wait(ctx, 0, round & 1)) return false;
     const float4 low = ptx::ld_shared_f4(mine, ctx.dry), high = ptx::ld_shared_f4(mine + 16, ctx.dry);
     x[0] = ((((((low.x + low.y) + low.z) + low.w) + high.x) + high.y) + high.z) + high.w;
     return true;
+}
+template <class Group, u32 kN, class Ctx>
+MEGAGEN_DEVICE bool group_sum(Ctx& ctx, u32 scratch, u32 warp, u32 round, float (&x)[kN]) {
+    return group_sum<Group>(ctx, scratch, warp, round, x, [] {});
 }
 
 } // namespace megagen

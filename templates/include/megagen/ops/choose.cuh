@@ -80,6 +80,7 @@ struct Choose {
                 Op::Bests::send(ctx, token, 4 * group, uint4{best.key, best.row, best.key, best.row});
             Op::Bests::publish(ctx);
             if (first + 1 < ctx.tokens) Op::Bests::publish(ctx);
+            release_chunks<typename Op::Partials, Op::kRows / kRowBlock, Op::kChunks>(ctx, row, token, valid);
         }
     }
 

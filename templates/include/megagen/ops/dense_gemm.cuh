@@ -258,16 +258,17 @@ struct DenseGemm {
 #pragma unroll 1
         for (u32 rb = mine.first; rb < mine.last; rb += stride) {
             float y[8] = {};
-#pragma unroll 1
-            for (u32 c = 0; c < ctx.rounds(kChunks, kBatch); c += kBatch) {
-                uint4 v[2 * kBatch];
+            const auto from = [&](u32 c) {
                 const u32 first = ((c * kRowBlocks + rb) * Ctx::Kernel::kTokens + token) * kRowBlock + half;
-                const auto index = [&](u32 i) {
+                return [=](u32 i) {
                     return static_cast<u64>(first) +
                            (i / 2 * (kRowBlocks * Ctx::Kernel::kTokens * kRowBlock) + i % 2 * 4);
                 };
-                if (!Op::Partials::read(ctx, v, valid, index, c == 0)) return;
-                Op::Partials::template release<2 * kBatch>(ctx, valid, index);
+            };
+#pragma unroll 1
+            for (u32 c = 0; c < ctx.rounds(kChunks, kBatch); c += kBatch) {
+                uint4 v[2 * kBatch];
+                if (!Op::Partials::read(ctx, v, valid, from(c), c == 0)) return;
 #pragma unroll
                 for (u32 i = 0; i < kBatch; ++i) add_row(y, v[2 * i], v[2 * i + 1]);
             }
@@ -276,6 +277,8 @@ struct DenseGemm {
                               uint4{ptx::cvt_bf16x2(y[0], y[1]), ptx::cvt_bf16x2(y[2], y[3]),
                                     ptx::cvt_bf16x2(y[4], y[5]), ptx::cvt_bf16x2(y[6], y[7])});
             Op::Out::publish(ctx);
+#pragma unroll 1
+            for (u32 c = 0; c < kChunks; ++c) Op::Partials::template release<2>(ctx, valid, from(c)); // nobody waits
         }
     }
 };

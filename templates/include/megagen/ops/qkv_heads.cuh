@@ -62,6 +62,7 @@ struct QkvHeads {
                 if constexpr (Op::kRotate != 0) rotate(dim, turn, x);
             }
             if (valid) put(ctx, head, token, dim, uint2{ptx::cvt_bf16x2(x[0], x[1]), ptx::cvt_bf16x2(x[2], x[3])});
+            release_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>(ctx, head * kDim + dim, token, valid);
         }
     }
 

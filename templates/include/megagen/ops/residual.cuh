@@ -59,11 +59,20 @@ struct Residual {
         }
         uint4 s[2 * kN];
         float n[kN][8] = {};
-        // The stream has been there for long; where contributions take many registers, it comes after them.
+        float4 factor[4 * kN] = {};
+        const auto load_gate = [&](u32 i) {
+            factor[2 * i] = load_here(gates + at(i) * 4);
+            factor[2 * i + 1] = load_here(gates + (Op::kWidth + at(i)) * 4);
+        };
+        // The stream has been there for long, and the gate for ever: 96 KB of a wide row, which take one SM longer than
+        // most waits. Where contributions take many registers, they come after them.
+        if constexpr (Op::kParts == 1) {
+#pragma unroll
+            for (u32 i = 0; i < kEarly; ++i) load_gate(i);
+        }
         if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;
         if (!branch(ctx, ptx::opaque(row), n)) return false;
         if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;
-        Op::Stream::template release<2 * kN>(ctx, true, half);
         float square[1] = {0};
 #pragma unroll
         for (u32 i = 0; i < kN; ++i) {
@@ -74,44 +83,46 @@ struct Residual {
             }
         }
         // The gate's, then the second norm's: on their way during the sum before, as far as registers allow.
-        float4 factor[4 * kN] = {};
-        const auto load_gate = [&](u32 i) {
-            factor[2 * i] = load_here(gates + at(i) * 4);
-            factor[2 * i + 1] = load_here(gates + (Op::kWidth + at(i)) * 4);
-        };
+        if constexpr (Op::kParts > 1) {
 #pragma unroll
-        for (u32 i = 0; i < kEarly; ++i) load_gate(i);
+            for (u32 i = 0; i < kEarly; ++i) load_gate(i);
+        }
 #pragma unroll 1
         for (u32 i = 0;; ++i) { // both sums in one piece of code
-            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + i, square)) return false;
-            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + eps(i));
-            if constexpr (kNorms) {
-                if (i != 0) {
-                    norm(ctx, token, first, s, factor, r);
-                    return true;
-                }
-            }
-            square[0] = 0;
-#pragma unroll
-            for (u32 h = kEarly; h < 2 * kN; ++h) load_gate(h);
-#pragma unroll
-            for (u32 h = 0; h < 2 * kN; ++h) {
-                s[h] = mix(s[h], n[h / 2] + h % 2 * 4, r, factor[2 * h], factor[2 * h + 1]);
-                Op::Out::send(ctx, token, static_cast<u64>(first) + at(h), s[h]);
+            const auto meanwhile = [&] {
                 if constexpr (kNorms) {
+                    if (i == 0) return;
+#pragma unroll
+                    for (u32 h = 0; h < 2 * kN; ++h)
+                        factor[h] = load_here(Op::next_gain(ctx.p) + first * 4 + at(h) * 4);
+                }
+            };
+            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + i, square, meanwhile))
+                return false;
+            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + eps(i));
+            if (i == 0) {
+                square[0] = 0;
+#pragma unroll
+                for (u32 h = kEarly; h < 2 * kN; ++h) load_gate(h);
+#pragma unroll
+                for (u32 h = 0; h < 2 * kN; ++h) {
+                    s[h] = mix(s[h], n[h / 2] + h % 2 * 4, r, factor[2 * h], factor[2 * h + 1]);
                     float x[4];
                     unpack<4>(s[h], x);
 #pragma unroll
                     for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
                 }
+                if (kNorms) continue;
             }
-            Op::Out::publish(ctx);
-            if constexpr (!kNorms) return true;
-            if constexpr (kNorms) {
-#pragma unroll
-                for (u32 h = 0; h < 2 * kN; ++h) factor[h] = load_here(Op::next_gain(ctx.p) + first * 4 + at(h) * 4);
-            }
+            if constexpr (kNorms) norm(ctx, token, first, s, factor, r);
+            break;
         }
+        // Nobody waits for the stream, and for the places least of all: stores before a sum would hold its shuffles up.
+#pragma unroll
+        for (u32 h = 0; h < 2 * kN; ++h) Op::Out::send(ctx, token, static_cast<u64>(first) + at(h), s[h]);
+        Op::Out::publish(ctx);
+        Op::Stream::template release<2 * kN>(ctx, true, half);
+        return true;
     }
 
     MEGAGEN_DEVICE float eps(u32 i) {

@@ -195,15 +195,15 @@ struct Combined {  // lamport, _layer.py:112
 };
 struct UnpooledPartials {  // lamport, _layer.py:96
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 14850048, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 14850048, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Unpooled {  // lamport, _layer.py:113
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 14981120, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 15112192, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -211,7 +211,7 @@ struct Unpooled {  // lamport, _layer.py:113
 };
 struct NextNormed {  // lamport, _layer.py:131
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 15767552, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 15898624, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
   static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 27;
   static constexpr Per kArrivalsPer = Per::kToken;
@@ -219,7 +219,7 @@ struct NextNormed {  // lamport, _layer.py:131
 };
 struct NextPartials {  // lamport, _layer.py:132
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 16291840, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 16422912, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 1152, kIndex = 28;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -473,7 +473,7 @@ struct Unpooler {  // _layer.py:47
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
   static constexpr u32 kK = 4096;
-  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kUnitK = 1024;
   static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;

@@ -136,15 +136,15 @@ struct Combined {  // lamport, muse_moe.py:79
 };
 struct UnpooledPartials {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8230912, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8230912, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
 struct Unpooled {  // lamport, muse_moe.py:81
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8361984, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8493056, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -325,7 +325,7 @@ struct Unpooler {  // muse_moe.py:42
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
   static constexpr u32 kK = 4096;
-  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kUnitK = 1024;
   static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;

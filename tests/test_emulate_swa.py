@@ -177,6 +177,19 @@ def test_a_launch_that_is_given_up_at_any_moment_ends(emulate: Any, sync: dict[s
     assert given_up
 
 
+def test_a_launch_after_one_that_was_given_up_ends_at_once(emulate: Any) -> None:
+    """Its weights are on their way before it reads that word: whoever loads them waits for warps that do not work."""
+    import torch
+
+    kernel = emulate("muse_swa.py", ranks=1, seed=1, options=small(1))
+    (rank,) = kernel.world.ranks
+    at = kernel.plan.heap.abort_offset
+    with rank.writing(rank.heap):
+        rank.heap[at : at + 4].view(torch.int32).fill_(1)
+    with pytest.raises(HangError, match="block 0, warp 0"):  # no deadlock, which is an EmulationError
+        kernel.check(tokens=2, context=100)
+
+
 def test_what_is_not_finite_hangs_nothing(emulate: Any) -> None:
     """A negative NaN, an infinity: the launch ends, what they reach is not finite, and nothing is left over."""
     import torch

@@ -293,8 +293,8 @@ def global_layer(
 
 
 def paired(stage: int, k: int) -> int:
-    """K of a unit where few units are a block's: two stages, unless they would span all ``k``. A sum has half as many
-    parts on their way then."""
+    """K of a unit of the router and the pooler: two stages, unless they would span all ``k``. Half as many partial sums
+    are on their way then; every block reads twice as much of its input, which is why the unpooler has one."""
     return 2 * stage if k % (2 * stage) == 0 and k > 2 * stage else stage
 
 
@@ -569,9 +569,7 @@ class _Builder:
             expert_mid = self.tensor("expert_mid", t, c.top_k, i // tp)
             expert_out = self.tensor("expert_out", tp, t, c.top_k, m, scope=Scope.WORLD, reduce=True)
         combined = self.tensor("combined", t, m)
-        unpooled_partials = self.tensor(
-            "unpooled_partials", m // paired(UNIT, m), h // tp // 16, t, 16, dtype=DType.FP32
-        )
+        unpooled_partials = self.tensor("unpooled_partials", m // UNIT, h // tp // 16, t, 16, dtype=DType.FP32)
         unpooled = self.tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
 
         down_rows, down_k = (m // tp, i) if split == "nn" else (m, i // tp)
@@ -639,7 +637,7 @@ class _Builder:
                         "unpooler_weight", h // tp, m, "mlp.post_expert_proj.weight", shard=Shard.ROWS
                     )
                 },
-                rows=h // tp, world_rows=h, k=m, unit_k=paired(UNIT, m), stage_k=UNIT,
+                rows=h // tp, world_rows=h, k=m, unit_k=UNIT,
             ),
         )  # fmt: skip
 

@@ -157,15 +157,15 @@ struct Combined {  // lamport
 };
 struct UnpooledPartials {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 7959808, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7959808, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct Unpooled {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8221952, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8484096, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -359,7 +359,7 @@ struct Unpooler {  // every_directive.py:33
   using Out = Channel<channel::Unpooled>;
   static constexpr u32 kRows = 1024;
   static constexpr u32 kK = 4096;
-  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kUnitK = 1024;
   static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;

@@ -110,6 +110,7 @@ struct Context {
         third = launches % 3;
         // Another rank may set the word just now: the lanes must agree.
         dead = __any_sync(kFullMask, dead || ptx::ld_relaxed_sys(aborted()) != 0);
+        if (dead && lane == 0) debug::sound(*this);
     }
 
     // Of a token of this launch: where it stands in its sequence, and which of the launch's tokens it sees (a bit each,

@@ -24,6 +24,12 @@ MEGAGEN_DEVICE u32 alarm(const Ctx& ctx) {
     return ctx.shared + Ctx::Kernel::kNotes + Ctx::Kernel::kWarps * kNoteBytes;
 }
 
+// Those who wait for this block's warps alone look at nothing else.
+template <class Ctx>
+MEGAGEN_DEVICE void sound(const Ctx& ctx) {
+    ptx::st_relaxed_shared_u32(alarm(ctx), 1);
+}
+
 // One warp, before the block begins.
 template <class Ctx>
 MEGAGEN_DEVICE void clear(const Ctx& ctx) {
@@ -38,7 +44,7 @@ MEGAGEN_DEVICE void give_up(Ctx& ctx, bool lacking, u32 state, u32 edge, u32 slo
     const u32 teller = kFar ? __ffs(__ballot_sync(kFullMask, lacking)) - 1 : 0;
     if (ctx.lane == teller) {
         ptx::st_shared_v4(note(ctx), uint4{state << kStateShift | edge, slot, phase, ctx.step});
-        ptx::st_relaxed_shared_u32(alarm(ctx), 1);
+        sound(ctx);
     }
 }
 

@@ -328,7 +328,9 @@ def test_json_and_rows(ablated: Path) -> None:
     assert {"ablation.default", "ablation.off", "ablation.alone.early_trigger.True"} <= set(rows)
     row = rows["ablation.early_trigger.True"]
     assert (row.value, row.unit, row.floor, row.spread) == (2.0, "µs", None, (2.0, 2.0))
-    assert row.notes.startswith("µs per layer more than default, in the same round; muse_spark.sliding_layer.nn; tp 8")
+    assert row.notes.startswith(
+        "µs per layer more than default, in the same round; muse_spark.sliding_layer.nn.two_shot; tp 8"
+    )
     assert (rows["ablation.default"].value, rows["ablation.default"].unit) == (101.0, "µs per layer")
     assert rows["ablation.default"].ratio is not None
     assert not any("cluster" in what for what in rows)  # nothing was timed

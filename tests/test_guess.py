@@ -84,14 +84,15 @@ def plan(guess: str = "4", **more: Any) -> Plan:
 
 
 def test_l2_holds_only_so_much() -> None:
-    """Of an H200's 60 MB, less the exchanges: eight experts are warned of, fourteen do not fit."""
-    found = check(plan("8"))
+    """Of an H200's 60 MB, less the exchanges, two thirds: nine experts are warned of, fourteen do not fit at all."""
+    eight = plan("8")
+    assert eight.guess is not None and not [f for f in check(eight) if "experts of" in f.message]
+    found = check(eight.model_copy(update={"guess": eight.guess.model_copy(update={"top": 9})}))
     (warned,) = [f for f in found if f.level == "warning" and "experts of 3.54 MB" in f.message]
-    assert isinstance(warned, Finding) and "previous_step(top=7)" in warned.message and warned.source.line
-    assert not [f for f in check(plan("4")) if "experts of" in f.message]
+    assert isinstance(warned, Finding) and "previous_step(top=8)" in warned.message and warned.source.line
     with pytest.raises(CheckError, match=r"14 experts of 3.54 MB are 49.5 MB") as e:
         plan("14")
-    assert e.value.hint == "previous_step(top=7)"
+    assert e.value.hint == "previous_step(top=8)"
     plan("14", machine="b200")
 
 

@@ -137,9 +137,9 @@ def test_tables_are_made_in_every_block() -> None:
 def test_ops_of_an_unfused_plan() -> None:
     """A kernel that makes the table once more is no part of top_k; it may begin before the last one has ended."""
     m = Maker(tiny(fused=False))
-    m.job(TABLES, "top_k.tables", 1000, 2000, [("routes", 1100, 1500)], kernel=5)
-    assert m.plan.kernels[5].ops == ("top_k",)
-    m.job(TABLES, "top_k.tables", 1900, 9000, [("routes", 2000, 8000)], kernel=7)
+    at = next(i for i, k in enumerate(m.plan.kernels) if k.ops == ("top_k",))
+    m.job(TABLES, "top_k.tables", 1000, 2000, [("routes", 1100, 1500)], kernel=at)
+    m.job(TABLES, "top_k.tables", 1900, 9000, [("routes", 2000, 8000)], kernel=at + 2)
     m.job(4, "gate_up.math", 1800, 9500, [("table_ready", 1900, 9050)])
     run = view.run(m.trace())
     assert (row(run, "top_k").begin, row(run, "top_k").end) == (one(1.5), one(2))
@@ -198,7 +198,9 @@ def test_what_a_run_says_of_its_plan() -> None:
     assert run.floor == pytest.approx(sum(op.weight_bytes for op in plan.ops) / RATE / 1000, abs=0.001)
     titles = [w.title for w in run.blocks[0].warps]
     assert titles[LOADER] == "loads weights"
-    assert titles[FINISHER] == "finish of " + " and ".join(op.name for op in plan.ops if "finish" in op.roles)
+    assert titles[FINISHER] == "sum of all_reduce, finish of " + " and ".join(
+        op.name for op in plan.ops if "finish" in op.roles
+    )
     # kind, step, edge, slot, bytes, begin, end: the first of the producer's
     assert next(b for b in run.blocks if b.block == 0).warps[LOADER].spans[0] == (0, 0, 0, 0, 0, 100, 4000)
 
@@ -578,7 +580,7 @@ def test_a_run_against_itself_is_no_change() -> None:
 def test_ops_in_one_run_only() -> None:
     both = view.run(layer(tiny(), 2)), view.run(layer(tiny("muse_moe"), 2))
     found = compare(*both)
-    assert found.only_first == ("attention", "o_proj", "post_attention", "next_qkvg", "next_heads")
+    assert found.only_first == ("attention", "o_proj", "all_reduce", "post_attention", "next_qkvg", "next_heads")
     assert found.only_second == ("pre_ffn_norm",)
     text = traces.comparison(found)[0].note
     assert "Only in made: attention, o_proj" in text

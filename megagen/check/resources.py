@@ -30,14 +30,14 @@ def resources(plan: Plan) -> Iterator[Finding]:
     registers = _registers(plan)
     _resident(plan)
     _heap(plan)
-    if machine.barriers < 1:
-        refuse(RULE, f"{machine.name} has no named barrier, the block's own needs one", launch.source)
+    if machine.barriers < 2:  # that of __syncthreads, and the one that says that the mbarriers are made
+        refuse(RULE, f"{machine.name} has {machine.barriers} named barriers, a block needs two", launch.source)
     yield from _tight(plan)
     yield from _guess(plan)
     fit = machine.blocks_fit[launch.cluster]
     for what in (
         f"{launch.shared_bytes} of {machine.shared_bytes} bytes of shared memory, no two things in one place",
-        f"{registers} registers a thread, of {machine.registers} an SM; one named barrier of {machine.barriers}",
+        f"{registers} registers a thread, of {machine.registers} an SM; two named barriers of {machine.barriers}",
         f"{launch.blocks} blocks in clusters of {launch.cluster} run at once: {machine.name} holds {fit}",
         f"a heap of {plan.heap.bytes} bytes a rank, no two things in one place",
     ):

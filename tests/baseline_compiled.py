@@ -42,7 +42,7 @@ def weight(w: Weight) -> torch.Tensor | Words:
 
 def layer(cut: int) -> list[Launch]:
     """The launches of a full layer whose ops take their candidate of this number, or their last."""
-    checked = pipeline.check(pipeline.Request(Path("muse_swa.py")))
+    checked = pipeline.check(pipeline.Request(Path("muse_swa.py"), options={"all_reduce": "one_shot"}))
     graph = checked.graph
     given = [t for t in graph.tensors.values() if t.kind is TensorKind.INPUT]
     inputs = {t.name: empty(*t.shape, dtype=getattr(torch, TORCH_NAMES[t.dtype])) for t in given}

@@ -44,7 +44,9 @@ def built(
     device: str = "cpu",
     options: dict[str, str] | None = None,
 ) -> Layers:
-    request = pipeline.Request(Path(schedule), tp=tp, tokens=tokens, tiny=tiny, options=options or {})
+    if options is None:  # the baseline adds contributions where they are wanted
+        options = {"all_reduce": "one_shot"} if schedule == "muse_swa.py" else {}
+    request = pipeline.Request(Path(schedule), tp=tp, tokens=tokens, tiny=tiny, options=options)
     checked = pipeline.check(request)
     layers = [random_layer(checked.graph, seed, device, scale_extremes=seed == 1) for seed in range(2)]
     step = Step.random_tree(tokens, context, seed=3) if tree else Step.chain(tokens, context)

@@ -21,7 +21,10 @@ def refuse_unfit(graph: Graph) -> None:
     if graph.attributes.get("split", "nn") != "nn":
         wrong.append("experts split on K")
     if wrong:
+        hint = "it has those of a sliding-window layer and of the expert block, with NVFP4 experts not split on K"
+        if any(op.kind == "rank_sum" for op in graph.ops):
+            hint += "; contributions it adds where they are wanted: --option all_reduce=one_shot"
         raise MegagenError(
             f"the torch baseline has no kernel for {', '.join(wrong)} of {graph.name}",
-            hint="it has those of a sliding-window layer and of the expert block, with NVFP4 experts not split on K",
+            hint=hint,
         )

@@ -38,6 +38,21 @@ def test_a_file_that_is_no_cubin_is_refused(rig: Any, tmp_path: Any) -> None:
         Session(rig.built().plan, path)
 
 
+def test_a_text_compiled_again_says_what_it_takes(usual: Any, tmp_path: Any) -> None:
+    """Beside a driver NVRTC keeps what it compiled, without ptxas's words: a second cache of ours would not do."""
+    from megagen.cli import pipeline
+    from megagen.compile import compile_source
+    from megagen.settings import Settings
+
+    plan = usual.session.plan
+    for n in range(2):
+        settings = Settings(cache_dir=tmp_path / str(n))
+        (made,) = compile_source(
+            pipeline.emit(plan), kernels=[plan.name], archs=[plan.machine.arch], settings=settings
+        ).values()
+        assert made.kernels[plan.name].registers > 0
+
+
 def test_host_tensors_are_not_bound(rig: Any, usual: Any) -> None:
     packed, _ = rig.usual
     with pytest.raises(DeviceError) as e:

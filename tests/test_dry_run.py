@@ -144,6 +144,7 @@ def test_a_layers_bits_are_the_same(emulate: Any) -> None:
 # -- guards ----------------------------------------------------------------------------------------------------------
 
 SEND = "            if (ctx.dry) return;\n            if constexpr (kLamport)\n                ptx::st_relaxed_"
+AROUND = "                    if constexpr (kLamport)\n                        ptx::st_relaxed_sys(place"
 EARLY = "        if (ctx.dry) return !ctx.dead;\n"
 ONE_LANE = "if (ctx.lane == 0 && !ctx.dry)"
 
@@ -160,6 +161,9 @@ MUTANTS = {
         CHANNEL, SEND + "gpu", SEND.partition("\n")[2] + "gpu", kinds="race overwritten unwritten deadlock"
     ),
     "send: to peers": without(CHANNEL, SEND + "sys", SEND.partition("\n")[2] + "sys", wrong="expert_out"),
+    "send: to all peers": without(
+        CHANNEL, f"if (!ctx.dry) {{\n{AROUND}", f"{{\n{AROUND}", kinds="race overwritten", wrong="pooled"
+    ),
     "publish: a counter": without(
         CHANNEL,
         f"{ONE_LANE} ptx::red_add_release",

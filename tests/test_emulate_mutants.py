@@ -75,6 +75,7 @@ class Mutant:
 
 # Lines that reports lead to.
 MULTIPLY = (FORMAT, "const float4 a = ptx::ld_shared_f4(slice + ((q * 8 + j) * 32 + lane) * 16);")
+MULTIPLY_BF16 = (FORMAT, "const uint4 a = ptx::ld_shared_v4(slice + ((q * 4 + j) * 32 + lane) * 16);")
 EXPECT = (STREAM, "ptx::mbarrier_arrive_expect_tx(bar, s.bytes);")
 COPY = (STREAM, "bar, ptx::policy_evict_first());")
 PUT = (FORMAT, "ptx::st_shared_f4(address(ctx, slice, n)")
@@ -93,6 +94,7 @@ LOAD_SYS = (CHANNEL, "return ptx::ld_relaxed_sys_b128(address);")
 PLAIN_LOAD = (CHANNEL, "return ptx::ld_global_v4(address);")
 SEND = (CHANNEL, "ptx::st_relaxed_gpu(to, v);")
 SEND_PEER = (CHANNEL, "ptx::st_relaxed_sys(to, v);")
+SEND_ALL = (CHANNEL, "ptx::st_relaxed_sys(place, v);")
 PLAIN_SENDS = tuple((CHANNEL, f"ptx::st_global_{width}(p, v);") for width in ("u32", "v2", "v4"))
 TAKEN = (CHANNEL, "ptx::expect_none(v[i], D::kEmpty);")
 EMPTIED = (RESET, "ptx::st_global_v4(base + 16 * at,")
@@ -110,9 +112,12 @@ MEET = "ptx::bar_sync(kReady, 32 * K::kWarps);"
 CLUSTER_MEETS = (
     "            ptx::cluster_arrive_relaxed();\n            ptx::cluster_wait();\n        } else if (warp == 0)"
 )
-READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, index)) return;"
-RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, index);"
-RELEASED = "                Ctx::Ring::release(ctx, acc.sum(0, 0));\n                if (!Ctx::Accum::put"
+READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, from(c), c == 0)) return;"
+RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, from(c));"
+RELEASED = "Ctx::Ring::release(ctx, acc.sum(0, 0));"
+MULTIPLIED = "Weights::template multiply<kGroups, kTiles>("
+NONEMPTY = "        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);\n"
+CLUSTERED = "        if constexpr (D::kKind == Sync::kCluster) {"
 
 
 def one(header: str, old: str, new: str) -> list[tuple[str, str, str]]:
@@ -153,17 +158,16 @@ MUTANTS = (
         "too_many_arrivals overwritten race",
         (EXPECT, COPY),
     ),
-    Mutant("acquire: ignores Full", one(*FULL, "return !ctx.dead;"), "unwritten race", (MULTIPLY,)),
+    Mutant("acquire: ignores Full", one(*FULL, "return !ctx.dead;"), "unwritten race", (MULTIPLY, MULTIPLY_BF16)),
     Mutant(
         "math: releases before it multiplies",
         [
             (
                 DENSE,
-                "            Weights::template multiply<kGroups, kTiles>(\n",
-                "            Ctx::Ring::Empty::arrive_consumed(ctx, ctx.ring.slot, 0.0f);\n"
-                "            Weights::template multiply<kGroups, kTiles>(\n",
+                MULTIPLIED,
+                f"Ctx::Ring::Empty::arrive_consumed(ctx, ctx.ring.slot, 0.0f);\n{MULTIPLIED}",
             ),
-            (DENSE, RELEASED, "            ctx.ring.advance();\n            if (!Ctx::Accum::put"),
+            (DENSE, RELEASED, "ctx.ring.advance();"),
         ],
         "race overwritten",
         (COPY, MULTIPLY),
@@ -252,8 +256,8 @@ MUTANTS = (
     Mutant(
         "arrive: all lanes",
         one(BARRIER, ARRIVE, ARRIVE.removeprefix(ONE)),
-        "deadlock",
-        says="pre_ffn_norm.compute waiting for barrier 'group_pre_ffn_norm'",
+        "race unwritten deadlock",  # after two warps, or after four phases that look like none
+        says="pre_ffn_norm.compute",
     ),
     Mutant(
         "arrive: no __syncwarp",
@@ -327,6 +331,18 @@ MUTANTS = (
     Mutant(
         "multiply: fragments swapped",
         one(FORMAT, "slice + ((q * 4 + j) * 32 + lane) * 16", "slice + ((q * 4 + (3 - j)) * 32 + lane) * 16"),
+        wrong="pooled",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
+        "math: a unit's second stage skipped",
+        one(DENSE, MULTIPLIED, f"if (s == 0) {MULTIPLIED}"),
+        wrong="logits",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
+        "transpose: lanes swapped",
+        one(ROW, "odd = (lane & 4) != 0, upper = (lane & 8) != 0", "odd = (lane & 8) != 0, upper = (lane & 4) != 0"),
         wrong="pooled",
         on=Variant(tokens=1),
     ),
@@ -438,7 +454,7 @@ MUTANTS = (
         "finish: releases before it reads",
         one(
             DENSE,
-            f"{READ_PARTIALS}\n                {RELEASE_PARTIALS}",
+            READ_PARTIALS,
             f"{RELEASE_PARTIALS}\n                {READ_PARTIALS}",
         ),
         "deadlock",
@@ -455,10 +471,17 @@ MUTANTS = (
     ),
     Mutant(
         "send: +0 goes as it is",
-        one(CHANNEL, "if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);", ""),
+        one(CHANNEL, NONEMPTY + CLUSTERED, CLUSTERED),
         "deadlock",
         says="combine.compute waits for channel 'expert_out'",
         on=Variant(options={"split": "nk"}, zero=True, positive_zero=True),
+    ),
+    Mutant(
+        "read: polls nothing first",
+        one(CHANNEL, "if (kLamport && due) await<kN>(ctx, wanted, index);", ""),
+        wrong="pooled",
+        on=Variant(tokens=1),
+        missed="it looks at all that it reads: what it polls first only saves loads",
     ),
     Mutant(
         "read: looks at nothing",
@@ -477,6 +500,7 @@ MUTANTS = (
         one(*SEND_PEER, "ptx::st_relaxed_sys(to + 8, uint2{v.z, v.w}), ptx::st_relaxed_sys(to, uint2{v.x, v.y});"),
         "unwritten",
         (TAKEN,),
+        seeds=(1,),
     ),
     Mutant(
         "send: gpu scope to peers",
@@ -485,6 +509,23 @@ MUTANTS = (
         ((CHANNEL, "ptx::st_relaxed_gpu( to, v);"), LOAD_SYS),
         says="too small a scope",
         on=Variant(ranks=2),
+        seeds=(1,),
+    ),
+    Mutant(
+        "send: 16 bytes to all peers as two vectors",
+        one(*SEND_ALL, "ptx::st_relaxed_sys(place + 8, uint2{v.z, v.w}), ptx::st_relaxed_sys(place, uint2{v.x, v.y});"),
+        "unwritten",
+        (TAKEN,),
+        seeds=(1,),
+    ),
+    Mutant(
+        "send: gpu scope to all peers",
+        one(*SEND_ALL, "ptx::st_relaxed_gpu( place, v);"),
+        "race",
+        ((CHANNEL, "ptx::st_relaxed_gpu( place, v);"), LOAD_SYS),
+        says="too small a scope",
+        on=Variant(ranks=2),
+        seeds=(1,),
     ),
     Mutant(
         "load: gpu scope from peers",
@@ -508,7 +549,7 @@ MUTANTS = (
         "send: past the channel",
         one(CHANNEL, ADDRESS + ")", ADDRESS + " + D::kBytes / D::kElementBytes)"),
         "deadlock",
-        says="router.math waits for channel 'normed'",
+        says=".math waits for channel 'normed'",
     ),
     Mutant(
         "send: an odd stride",
@@ -518,9 +559,20 @@ MUTANTS = (
     ),
     Mutant(
         "send: rotation without a wrap",
-        one(CHANNEL, "if (rotated >= D::kShard) rotated -= D::kShard;", ""),
+        one(CHANNEL, "rotated += 16;\n                if (rotated >= D::kShard)", "rotated += 16;\n if (false)"),
         "race deadlock",
         says="waits for channel 'pooled'",
+    ),
+    Mutant(
+        "send: rotation of one message without a wrap",
+        one(
+            CHANNEL,
+            "rotated = e + 16 * j;\n            if (rotated >= D::kShard)",
+            "rotated = e + 16 * j;\n if (false)",
+        ),
+        "race deadlock",
+        says="channel 'expert_mid'",
+        seeds=(1,),
     ),
     # -- counters and flags
     Mutant(
@@ -803,7 +855,7 @@ def test_every_seed_finds_the_fault(bench: Bench, mutant: Mutant) -> None:
     texts = mutated(mutant)
     lines = [place(header, text, texts) for header, text in mutant.at]
     library = bench.library(mutant.on, texts)
-    for seed in mutant.seeds:
+    for seed in mutant.seeds if mutant.kinds else mutant.seeds[:1]:  # numbers are the same under every seed
         try:
             checks = bench.run(mutant.on, library, seed)
         except EmulationError as error:

@@ -149,8 +149,9 @@ def test_a_chains_bits_depend_on_neither_launch_nor_row(emulate: Any, context: i
 @pytest.mark.parametrize(
     ("channel", "waiting"),
     [
-        ("attention_partials", "attention.merge"), ("projected", "post_attention.compute"),
-        ("middle", "residual.compute"), ("next_partials", "next_heads.write"),
+        ("attention_partials", "attention.merge"), ("projected", "all_reduce.sum"),
+        ("summed", "post_attention.compute"), ("middle", "residual.compute"),
+        ("next_partials", "next_heads.write"),
     ],
 )  # fmt: skip
 def test_a_broken_wait_is_reported(emulate: Any, channel: str, waiting: str) -> None:

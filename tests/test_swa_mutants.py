@@ -42,6 +42,7 @@ class On(Variant):
 
 CHAIN, TREE = On(), On(parents=tuple(PARENTS))
 TWO_SHOT = On(options={"all_reduce": "two_shot"}, ranks=2, tp=2)
+ONE_SHOT = On(options={"all_reduce": "one_shot"}, ranks=2, tp=2)
 
 OLDEST = "position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0;"
 OWN = "(own < 32 ? ancestors >> own : ahead < 16 ? ancestors << ahead : 0);"
@@ -52,6 +53,12 @@ EARLY = "Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, inde
 NOTHING = "send_nothing(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens);"
 PUBLISH = "return;\n            Op::Partials::publish(ctx);"
 HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
+STREAM = "if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;"
+STREAM_RELEASE = "Op::Stream::template release<2 * kN>(ctx, true, half);"
+SUM_CHUNKS = "if (!sum_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>("
+RELEASE_CHUNKS = (
+    "release_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>(ctx, head * kDim + dim, token, valid);\n"
+)
 OUTBOX = "        __syncwarp();\n        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;\n        if (token"
 
 ROW = "mem/row.cuh"
@@ -185,8 +192,28 @@ MUTANTS = (
         missed="a sum in another order is as near; GPUs cannot differ in it, as one adds for all",
     ),
     Mutant(
+        "residual: the stream is emptied before it is read",
+        one(RESIDUAL, STREAM, f"{STREAM_RELEASE}\n{STREAM}"),
+        "deadlock race",
+        says="residual.compute",
+    ),
+    Mutant(
+        "heads: partial sums are emptied before they are read",
+        one(HEADS, SUM_CHUNKS, RELEASE_CHUNKS + SUM_CHUNKS),
+        "deadlock race",
+        says="next_heads.write",
+    ),
+    Mutant(
+        "take: looks at nothing",
+        one(CHANNEL, "here &= !has_empty(v[i]);", ";"),
+        "unwritten",
+        ((CHANNEL, "ptx::expect_none(x, D::kEmpty);"),),
+        says="post_attention.compute",
+        on=ONE_SHOT,
+    ),
+    Mutant(
         "residual: the stream stays",
-        one(RESIDUAL, "Op::Stream::template release<2 * kN>(ctx, true, half);", ""),
+        one(RESIDUAL, STREAM_RELEASE, ""),
         wrong="empty slots",
     ),
 )

@@ -150,6 +150,7 @@ ONE_LANE = "if (ctx.lane == 0 && !ctx.dry)"
 
 
 UNGUARDED = "if (ctx.lane == 0) "
+UNLUCKY: Any = {"once": True, "seeds": range(1, 13)}  # a reader has to come between the rehearsal and the real thing
 
 
 def without(header: str, old: str, new: str, **more: Any) -> Mutant:
@@ -160,9 +161,9 @@ MUTANTS = {
     "send: on the rank": without(
         CHANNEL, SEND + "gpu", SEND.partition("\n")[2] + "gpu", kinds="race overwritten unwritten deadlock"
     ),
-    "send: to peers": without(CHANNEL, SEND + "sys", SEND.partition("\n")[2] + "sys", wrong="expert_out"),
+    "send: to peers": without(CHANNEL, SEND + "sys", SEND.partition("\n")[2] + "sys", wrong="expert_out", **UNLUCKY),
     "send: to all peers": without(
-        CHANNEL, f"if (!ctx.dry) {{\n{AROUND}", f"{{\n{AROUND}", kinds="race overwritten", wrong="pooled"
+        CHANNEL, f"if (!ctx.dry) {{\n{AROUND}", f"{{\n{AROUND}", wrong="stream_out", on=Variant(ranks=2), **UNLUCKY
     ),
     "publish: a counter": without(
         CHANNEL,
@@ -254,7 +255,8 @@ def test_nothing_is_wrong_with_the_headers_as_they_are(bench: Bench, on: Variant
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_guard_is_needed(bench: Bench, name: str) -> None:
-    block.test_every_seed_finds_the_fault(bench, replace(MUTANTS[name], seeds=(1,)))
+    mutant = MUTANTS[name]
+    block.test_every_seed_finds_the_fault(bench, mutant if mutant.once else replace(mutant, seeds=(1,)))
 
 
 def test_what_is_there_for_long_is_not_emptied(tmp_path: Path) -> None:

@@ -855,7 +855,8 @@ def test_every_seed_finds_the_fault(bench: Bench, mutant: Mutant) -> None:
     texts = mutated(mutant)
     lines = [place(header, text, texts) for header, text in mutant.at]
     library = bench.library(mutant.on, texts)
-    for seed in mutant.seeds if mutant.kinds else mutant.seeds[:1]:  # numbers are the same under every seed
+    same = not (mutant.kinds or mutant.once)  # numbers, under every seed
+    for seed in mutant.seeds[:1] if same else mutant.seeds:
         try:
             checks = bench.run(mutant.on, library, seed)
         except EmulationError as error:
@@ -872,5 +873,7 @@ def test_every_seed_finds_the_fault(bench: Bench, mutant: Mutant) -> None:
             assert mutant.wrong in str(error)
         else:
             wrong = [c.name for c in checks if not c]
+            if mutant.once and mutant.wrong in wrong:
+                return
             assert mutant.once or mutant.wrong in wrong, f"seed {seed} finds nothing wrong but {wrong}"
     assert not mutant.once, f"none of {len(mutant.seeds)} seeds finds it"

@@ -256,7 +256,8 @@ MUTANTS = (
     Mutant(
         "arrive: all lanes",
         one(BARRIER, ARRIVE, ARRIVE.removeprefix(ONE)),
-        "race unwritten deadlock",  # after two warps, or after four phases that look like none
+        "race unwritten deadlock",  # phases end with a quarter of a warp
+        (SUM_LOAD, POLL),
         says="pre_ffn_norm.compute",
     ),
     Mutant(

@@ -623,8 +623,9 @@ python tests/plan_mutants.py --write
 ```
 
 A finding is on record with a digest of the code that showed it. When two shots became the layer's default, 96 mutants
-of what that changed were emulated anew. The others' findings were kept: the same fault in the same place, refused by
-the same rule, seen in code that has since changed in what all schedules share. The first command emulates those again.
+were emulated anew: all that were new, and most of what that changed. The others' findings were kept: the same fault in
+the same place, refused by the same rule, seen in code that has since changed in what all schedules share. The first
+command emulates those again.
 
 A place is broken in one of several ways in turn (in brackets). Of what both layers have, the whole layer's Plan repeats
 copies, counts, resets and empty values only. "Text the same": {SAME_TEXT}.

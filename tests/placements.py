@@ -72,9 +72,9 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 VARIANTS: dict[str, tuple[Options, ...]] = {
     "muse_moe": ((),),
-    "muse_swa": ((), (("all_reduce", "two_shot"),)),  # which has a role of its own
+    "muse_swa": ((("all_reduce", "one_shot"),), (("all_reduce", "two_shot"),)),  # which has a role of its own
     "muse_last": ((),),
-    "muse_global": ((),),
+    "muse_global": ((("all_reduce", "two_shot"),),),
     "muse_first": ((), (("following", "global"),)),
 }
 ACCUMULATOR = 8 * KiB  # mma/format.cuh: eight slices of two n8 tiles

@@ -12,7 +12,7 @@ import torch
 from megagen.models.muse_spark import tiny
 from megagen.runtime import decoder
 
-TP, LAYERS, WINDOW, PROMPT, EMIT = 2, 5, 16, 9, 8
+TP, LAYERS, WINDOW, PROMPT, EMIT = 2, 5, 16, 12, 5
 # Full attention and bf16 experts first and last, NVFP4 between, of which two layers in a row run the same Plan.
 CONFIG = tiny(TP).model_copy(
     update={"layers": LAYERS, "heads": 8 * TP, "kv_heads": TP, "window": WINDOW, "vocab": 1000}

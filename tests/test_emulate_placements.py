@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from placements import SEED, emulate
 
-COUNT = 10
+COUNT = 6
 
 
 @pytest.mark.parametrize("n", range(COUNT))

@@ -42,6 +42,8 @@ def ends(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None, 
 
     s.ring(stages=s.choice("ring_stages", 6, 5, 4), stage_bytes=32 * KiB)
     producer, keeper, reducer, single = (s.warp(i) for i in range(4))
+    if s.choice("reducers", 2, 1) == 2:
+        reducer = s.warps(2, 4)
     math = s.warps(4, 12)
     s.assign(first, compute=math)
     s.assign(multiply, load_weights=producer, math=math, reduce=reducer)

@@ -39,6 +39,8 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     ring = s.ring(stages=s.choice("ring_stages", 4, 3, 5), stage_bytes=36 * KiB)
     swap = s.choice("roles", "usual", "moved") == "moved"
     producer, tables, reducer, finisher = (s.warp(i) for i in ((3, 2, 1, 0) if swap else (0, 1, 2, 3)))
+    if s.choice("reducers", 2, 1) == 2:
+        reducer = s.warps(0, 2) if swap else s.warps(2, 4)
     math = s.warps(4, 12)
 
     projection = [g.next_qkvg] if "next_qkvg" in g else []

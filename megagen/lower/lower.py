@@ -8,7 +8,7 @@ from typing import Literal
 
 from megagen.dsl.schedule import Prefetch, Schedule, Warm
 from megagen.errors import Loc, ScheduleError
-from megagen.ir.graph import DType, Graph, Op, Routing, Scope, TensorKind
+from megagen.ir.graph import DType, Graph, Op, Per, Routing, Scope, TensorKind
 from megagen.ir.plan import (
     PREFETCH_GUESS,
     BarrierPlan,
@@ -229,6 +229,16 @@ class _Lowering:
         drain = {(op.name, r.name) for op in self.g.ops for r in op.roles() if r.ring}
         return max((len(ws) for role, ws in self.roles.items() if role in drain), default=0)
 
+    def _takers(self) -> int:
+        """Warps that take the accumulators."""
+        takes = {(op.name, r.name) for op in self.g.ops for r in op.roles() if r.accum == "in"}
+        return max((len(ws) for role, ws in self.roles.items() if role in takes), default=1)
+
+    def _publishes(self, op: Op, role: str) -> tuple[int, Per]:
+        """Of a role that takes accumulators each warp publishes every tile, whichever part of it was its own."""
+        count, per = op.publishes(role)
+        return count * (len(self.roles.get((op.name, role), (0,))) if op.role(role).accum == "in" else 1), per
+
     def _barriers(self, shared: Arena) -> tuple[BarrierPlan, ...]:
         out: list[BarrierPlan] = []
 
@@ -243,7 +253,7 @@ class _Lowering:
         add("ring_full", self.ring.stages, 1, tx=True)
         add("ring_empty", self.ring.stages, consumers)
         add("accum_full", self.s.accum_slots, consumers)
-        add("accum_empty", self.s.accum_slots, 1)
+        add("accum_empty", self.s.accum_slots, self._takers())
         add("table_ready", 1, 1)
         for op in self.g.ops:
             warps = self.roles.get((op.name, "compute"))
@@ -265,7 +275,7 @@ class _Lowering:
             copies = sync.copies or 1
             writers, readers = self.edges.writers.get(t.name, []), self.edges.readers.get(t.name, [])
             row_stride, rank_stride, shard = layout(t, self.g.tp)
-            arrivals, per = writers[0][0].publishes(writers[0][1])
+            arrivals, per = self._publishes(*writers[0])
             size = -(-t.bytes // 256) * 256
             in_heap = sync.kind not in (SyncKind.MBARRIER, SyncKind.CLUSTER)
             out.append(
@@ -352,7 +362,7 @@ class _Lowering:
             barriers={"group": f"group_{op.name}"} if compute else {},
             regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(), held=op.held,
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
-            specs=op.roles(), publishes={r.name: op.publishes(r.name) for r in op.roles() if r.writes},
+            specs=op.roles(), publishes={r.name: self._publishes(op, r.name) for r in op.roles() if r.writes},
             sends={r.name: n for r in op.roles() if r.writes and (n := op.sends(r.name)) is not None},
             sources={role: source(loc) for (o, role), (_, loc) in self.s.roles.items() if o == op.name}, stream=stream,
             weight_bytes=cost.weight_bytes, activation_bytes=cost.activation_bytes, operations=cost.operations,

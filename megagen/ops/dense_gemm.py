@@ -48,7 +48,7 @@ class DenseGemm(Op):
         roles = [
             RoleSpec(name="load_weights", warps=(1,), stream=True),
             RoleSpec(name="math", warps=(8,), align=4, reads=("in",), ring=True, accum="out", registers=96),
-            RoleSpec(name="reduce", warps=(1,), accum="in", writes=(sums,), regions=tuple(self.shared())),
+            RoleSpec(name="reduce", warps=(1, 2), accum="in", writes=(sums,), regions=tuple(self.shared())),
         ]
         if not self.partials_only and not self.direct:
             ports = ("partials",)

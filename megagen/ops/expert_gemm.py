@@ -43,7 +43,9 @@ class ExpertGemm(Op):
         return (
             RoleSpec(name="load_weights", warps=(1,), reads=("table",), stream=True),
             RoleSpec(name="math", warps=(8,), align=4, reads=("in", "table"), ring=True, accum="out", registers=128),
-            RoleSpec(name="reduce", warps=(1,), reads=("table",), accum="in", writes=("out",), regions=("outbox",)),
+            RoleSpec(
+                name="reduce", warps=(1, 2), reads=("table",), accum="in", writes=("out",), regions=("outbox",)
+            ),
         )
 
     def constants(self) -> dict[str, int | float]:
@@ -70,7 +72,7 @@ class ExpertGemm(Op):
         }
 
     def shared(self) -> Mapping[str, int]:
-        return {"outbox": 8 * ROW_BLOCK * 2}  # a row block of eight tokens in bf16, on its way out
+        return {"outbox": 2 * 8 * ROW_BLOCK * 2}  # a row block of eight tokens in bf16, on its way out, for two warps
 
     def publishes(self, role: str) -> tuple[int, Per]:
         return self.rows // self.stage_rows, "expert"

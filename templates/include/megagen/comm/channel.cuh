@@ -120,7 +120,7 @@ struct Channel {
     }
 
     // Ranks that a live one plays, itself included: two to this power. Both numbers are powers of two.
-    MEGAGEN_DEVICE u32 stand_ins(const System& sys) { return __ffs(sys.world) - __ffs(sys.live); }
+    MEGAGEN_DEVICE u32 stand_ins(const System& sys) { return __popc(sys.world - 1) - __popc(sys.live - 1); }
 
     // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination, 16 bytes
     // where data is its own flag: a reader looks at the last word only. Live
@@ -154,24 +154,40 @@ struct Channel {
             else
                 store_plain(to, v);
         } else {
-            u8* to = copy(ctx, ctx.heap()) + (static_cast<E>(row) * D::kRowStride + e) * D::kElementBytes;
-            if (ctx.dry) return;
-            if constexpr (kLamport)
-                ptx::st_relaxed_gpu(to, v);
-            else
-                store_plain(to, v);
+            store(ctx, spot(ctx, row, e), v);
         }
+    }
+
+    // Within a rank, for who sends to places a known distance apart: where element e of a row stands, and a piece that
+    // goes to such a place.
+    template <class E, class Ctx>
+    MEGAGEN_DEVICE u8* spot(const Ctx& ctx, u32 row, E e) {
+        static_assert(!D::kWorld && !kClustered, "one place of the rank's own");
+        return copy(ctx, ctx.heap()) + (static_cast<E>(row) * D::kRowStride + e) * D::kElementBytes;
+    }
+
+    template <class V, class Ctx>
+    MEGAGEN_DEVICE void store(const Ctx& ctx, u8* to, V v) {
+        if constexpr (D::kFault) {
+            if (to < copy(ctx, ctx.heap()) + 16 * D::kElementBytes) return;
+        }
+        static_assert(!kLamport || sizeof(V) == 16, "data that is its own flag travels in accesses of 16 bytes");
+        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
+        if (ctx.dry) return;
+        if constexpr (kLamport)
+            ptx::st_relaxed_gpu(to, v);
+        else
+            store_plain(to, v);
     }
 
     // To all of them. A 64-bit `e` shows that places are a known distance apart, as indices do when it comes to
     // reading.
     template <class V, class E, class Ctx>
     MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, E e, V v) {
-        if constexpr (D::kWorld && !D::kScatter) {
+        if constexpr (D::kWorld) {
             send_around(ctx, row, static_cast<u32>(e), v);
         } else {
-#pragma unroll 1
-            for (u32 d = 0; d < ctx.rounds(destinations(ctx)); ++d) send_to(ctx, d, row, e, v);
+            send_to(ctx, 0, row, e, v);
         }
     }
 
@@ -185,8 +201,14 @@ struct Channel {
         if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
         const System& sys = ctx.p.sys;
         const u32 shift = stand_ins(sys), first = (sys.rank << shift) * D::kRankStride + row * D::kRowStride;
+        u32 peer = 0, end = ctx.rounds(sys.live);
+        if constexpr (D::kScatter) {
+            const u32 owner = e / D::kShard;
+            if (owner & ((1u << shift) - 1)) return; // a rank that is stood in for
+            peer = owner >> shift, end = peer + 1, e -= owner * D::kShard;
+        }
 #pragma unroll 1
-        for (u32 peer = 0; peer < ctx.rounds(sys.live); ++peer) {
+        for (; peer < end; ++peer) {
             u8* to = copy(ctx, sys.heap[peer]) + first * D::kElementBytes;
             u32 rotated = e;
 #pragma unroll 1
@@ -204,6 +226,68 @@ struct Channel {
             }
         }
     }
+
+    // Who shares the destinations of its pieces with kBy - 1 other lanes: where its own begin is found once. Elements of
+    // a piece are within the shard, 16 from a multiple of 16 on at most.
+    template <u32 kBy>
+    struct Places {
+        static constexpr bool kFound = D::kWorld && !D::kScatter; // else there are few, or which depends on the piece
+        static constexpr u32 kMost = kFound ? (kMaxRanks + kBy - 1) / kBy : 1;
+        u32 first; // of its destinations
+        u8* base[kMost];
+        u32 turned[kMost]; // elements that a stand-in's rows are rotated by
+
+        template <class Ctx>
+        __device__ __forceinline__ Places(const Ctx& ctx, u32 which)
+            : first(which) {
+            if constexpr (kFound) {
+                const System& sys = ctx.p.sys;
+                const u32 shift = stand_ins(sys);
+#pragma unroll
+                for (u32 i = 0; i < kMost; ++i) {
+                    const u32 d = which + i * kBy, peer = d < sys.world ? d >> shift : 0, j = d - (peer << shift);
+                    base[i] = copy(ctx, sys.heap[peer]) + ((sys.rank << shift) + j) * D::kRankStride * D::kElementBytes;
+                    turned[i] = 16 * j;
+                }
+            }
+        }
+
+        // Vectors of 16 bytes from element e of a row on.
+        template <u32 kN, class Ctx>
+        __device__ __forceinline__ void send(const Ctx& ctx, u32 row, u32 e, const uint4 (&v)[kN]) const {
+            constexpr u32 kPer = 16 / D::kElementBytes;
+            if constexpr (kFound) {
+                static_assert(D::kShard % (kN * kPer) == 0, "a piece is rotated as a whole");
+                if constexpr (D::kFault) {
+                    if (row == 0 && e < 16) return;
+                }
+                uint4 sent[kN];
+#pragma unroll
+                for (u32 k = 0; k < kN; ++k) sent[k] = kLamport ? nonempty_v(v[k], D::kEmpty, D::kElementBytes) : v[k];
+                const u32 world = ctx.p.sys.world;
+#pragma unroll
+                for (u32 i = 0; i < kMost; ++i) {
+                    u32 rotated = e + turned[i];
+                    if (rotated >= D::kShard) rotated -= D::kShard;
+                    u8* to = base[i] + (row * D::kRowStride + rotated) * D::kElementBytes;
+                    if (first + i * kBy >= world || ctx.dry) continue;
+#pragma unroll
+                    for (u32 k = 0; k < kN; ++k) {
+                        if constexpr (kLamport)
+                            ptx::st_relaxed_sys(to + 16 * k, sent[k]);
+                        else
+                            store_plain(to + 16 * k, sent[k]);
+                    }
+                }
+            } else {
+#pragma unroll 1
+                for (u32 d = first; d < ctx.rounds(destinations(ctx), kBy); d += kBy) {
+#pragma unroll
+                    for (u32 k = 0; k < kN; ++k) send_to(ctx, d, row, e + kPer * k, v[k]);
+                }
+            }
+        }
+    };
 
     // Whole warp, after its share of a tile is sent, or of `tiles`.
     template <class Ctx>

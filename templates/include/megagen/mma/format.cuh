@@ -141,12 +141,13 @@ struct Format<WeightFormat::kNvfp4> {
     }
 };
 
-// Accumulators on their way from the eight math warps to the reduce warp. A: kSlots, kOffset, kSlotBytes, barrier
-// families Full and Empty.
+// Accumulators on their way from the eight math warps to the reduce role's: each of these waits for every slot, takes
+// its part of it or nothing, and hands it back. A: kSlots, kOffset, kSlotBytes, barrier families Full and Empty.
 template <class A>
 struct AccumRing {
     using Full = Barrier<typename A::Full>;
     using Empty = Barrier<typename A::Empty>;
+    static constexpr u32 kTakers = A::Empty::kCount;
 
     template <class Ctx>
     MEGAGEN_DEVICE u32 address(const Ctx& ctx, u32 slice, u32 tile) {
@@ -169,26 +170,44 @@ struct AccumRing {
         return Full::wait(ctx, ctx.accum.slot, ctx.accum.phase);
     }
 
-    // Sums the slices of one n8 tile in ascending order. Lane (g, t) gets rows g (0, 1) and g + 8 (2, 3) of columns 2 t
-    // and 2 t + 1.
+    // Whether the slot is warp `taker`'s where they take turns. A rehearsal goes through all of its code.
     template <class Ctx>
-    MEGAGEN_DEVICE void take(const Ctx& ctx, u32 tile, float (&c)[4]) {
-        float4 part[kSlices];
-#pragma unroll
-        for (u32 s = 0; s < kSlices; ++s) part[s] = ptx::ld_shared_f4(address(ctx, s, tile), ctx.dry);
-        float4 sum = part[0];
-#pragma unroll
-        for (u32 s = 1; s < kSlices; ++s) {
-            sum.x += part[s].x, sum.y += part[s].y, sum.z += part[s].z, sum.w += part[s].w;
-        }
-        c[0] = sum.x, c[1] = sum.y, c[2] = sum.z, c[3] = sum.w;
+    MEGAGEN_DEVICE bool turn(const Ctx& ctx, u32 taker) {
+        return kTakers == 1 || ctx.dry || ctx.accum.slot % kTakers == taker;
     }
 
-    // `consumed` depends on every load from the slot: nothing is in flight when it goes back.
-    template <class Ctx>
-    MEGAGEN_DEVICE void release(Ctx& ctx, float consumed) {
+    // Sums the slices of n8 tiles from `tile` on, in ascending order, and hands the slot back. Lane (g, t) gets rows g
+    // (0, 1) and g + 8 (2, 3) of columns 2 t and 2 t + 1. All loads are on their way before the first sum, and none
+    // when the slot goes back: the vote depends on the sums of what each load brought first.
+    template <u32 kTiles, class Ctx>
+    MEGAGEN_DEVICE void take(Ctx& ctx, u32 tile, float (&c)[kTiles][4]) {
+        const u32 from = address(ctx, 0, tile);
+        float4 part[kTiles][kSlices];
+#pragma unroll
+        for (u32 n = 0; n < kTiles; ++n) {
+#pragma unroll
+            for (u32 s = 0; s < kSlices; ++s) part[n][s] = ptx::ld_shared_f4(from + (s * 2 + n) * 512, ctx.dry);
+        }
+        float consumed = 0;
+#pragma unroll
+        for (u32 n = 0; n < kTiles; ++n) {
+            float4 sum = part[n][0];
+#pragma unroll
+            for (u32 s = 1; s < kSlices; ++s) {
+                sum.x += part[n][s].x, sum.y += part[n][s].y, sum.z += part[n][s].z, sum.w += part[n][s].w;
+            }
+            c[n][0] = sum.x, c[n][1] = sum.y, c[n][2] = sum.z, c[n][3] = sum.w;
+            consumed += sum.x;
+        }
         Empty::arrive_consumed(ctx, ctx.accum.slot, consumed);
         if (!ctx.dry) ctx.accum.advance();
+    }
+
+    // Hands back what another warp takes.
+    template <class Ctx>
+    MEGAGEN_DEVICE void pass(Ctx& ctx) {
+        Empty::arrive(ctx, ctx.accum.slot);
+        ctx.accum.advance();
     }
 };
 

@@ -171,73 +171,123 @@ struct DenseGemm {
         }
     }
 
-    template <class Ctx>
-    MEGAGEN_DEVICE void reduce(Ctx& ctx) {
-        const u32 n = ctx.rounds(Tiles::units(ctx));
-#pragma unroll 1
-        for (u32 i = 0; i < n; ++i) {
-            if (!Ctx::Accum::acquire(ctx)) return;
-            const Unit unit = Tiles::unit(ctx, i);
-            if constexpr (kDirect) {
-                send_rows(ctx, unit.row_block);
-                Op::Out::publish(ctx);
-            } else {
-                send_partials(ctx, (unit.chunk * kRowBlocks + unit.row_block) * Ctx::Kernel::kTokens);
-                Op::Partials::publish(ctx);
-            }
-        }
-    }
+    // How a reduce warp sends kMine n8 tiles of tokens of each of its units, partial sums of fp32: what is the same for
+    // all units is found once.
+    template <u32 kMine>
+    struct Sums {
+        u32 token; // the first tile's
+        u32 row;   // of the row block
+        u8* to;
 
-    template <class Ctx>
-    MEGAGEN_DEVICE void send_partials(Ctx& ctx, u32 row) {
-        float consumed = 0;
-#pragma unroll 1
-        for (u32 t = 0; t < (Ctx::Kernel::kTokens + 7) / 8; ++t) {
-            float c[4];
-            Ctx::Accum::take(ctx, t, c);
-            consumed += c[0];
+        // Four lanes with four rows' sums of two tokens and two halves: each takes one of these four, all rows.
+        template <class Ctx>
+        __device__ __forceinline__ Sums(const Ctx& ctx, u32 unit, u32 tile) {
             if constexpr (kClustered) {
-#pragma unroll
-                for (u32 h = 0; h < 4; ++h) {
-                    const u32 token = t * 8 + ctx.lane % 4 * 2 + h % 2;
-                    if (token < ctx.tokens)
-                        Op::Partials::send(ctx, row + token, ctx.lane / 4 + h / 2 * 8, __float_as_uint(c[h]));
-                }
+                token = tile * 8 + ctx.lane % 4 * 2, row = ctx.lane / 4, to = nullptr;
             } else {
-                // Four lanes with four rows' sums of two tokens and two halves: each takes one of these four, all rows.
-                const u32 j = ctx.lane / 4 % 4, token = t * 8 + ctx.lane % 4 * 2 + j % 2;
-                const uint4 v = transpose(c, ctx.lane);
-                if (token < ctx.tokens) Op::Partials::send(ctx, row + token, ctx.lane / 16 * 4 + j / 2 * 8, v);
+                const u32 j = ctx.lane / 4 % 4;
+                token = tile * 8 + ctx.lane % 4 * 2 + j % 2, row = ctx.lane / 16 * 4 + j / 2 * 8;
+                to = Op::Partials::spot(ctx, unit * Ctx::Kernel::kTokens + token, row);
             }
         }
-        Ctx::Accum::release(ctx, consumed);
+
+        template <class Ctx>
+        __device__ __forceinline__ void send(const Ctx& ctx, u32 at, const float (&c)[kMine][4]) const {
+#pragma unroll
+            for (u32 t = 0; t < kMine; ++t) {
+                if constexpr (kClustered) {
+                    const Unit unit = Tiles::unit(ctx, at - Tiles::run(ctx).first);
+                    const u32 first = (unit.chunk * kRowBlocks + unit.row_block) * Ctx::Kernel::kTokens;
+#pragma unroll
+                    for (u32 h = 0; h < 4; ++h) {
+                        const u32 mine = token + t * 8 + h % 2;
+                        if (mine < ctx.tokens)
+                            Op::Partials::send(ctx, first + mine, row + h / 2 * 8, __float_as_uint(c[t][h]));
+                    }
+                } else {
+                    const uint4 v = transpose(c[t], ctx.lane);
+                    if (token + t * 8 < ctx.tokens) Op::Partials::store(ctx, to + t * (8 * kRowBlock * 4), v);
+                }
+            }
+        }
+
+        template <class Ctx>
+        __device__ __forceinline__ void next(const Ctx&) {
+            to += Ctx::Kernel::kTokens * kRowBlock * 4;
+        }
+    };
+
+    // The same where a row block is done: it leaves through shared memory, so that a lane has half of a token's 16 rows.
+    template <u32 kMine>
+    struct Rows {
+        static constexpr u32 kTokenBytes = kRowBlock * 2;
+        u32 token;
+        u32 put; // in the warp's own part of the outbox
+        u32 get;
+
+        template <class Ctx>
+        __device__ __forceinline__ Rows(const Ctx& ctx, u32 tile, u32 taker) {
+            const u32 outbox = ctx.shared + Op::kOutbox + taker * (8 * kTokenBytes);
+            token = tile * 8 + ctx.lane / 2;
+            put = outbox + ctx.lane % 4 * 2 * kTokenBytes + ctx.lane / 4 * 2;
+            get = outbox + ctx.lane * 16;
+        }
+
+        template <class Ctx>
+        __device__ __forceinline__ void send(const Ctx& ctx, u32 row_block, const float (&c)[kMine][4]) const {
+            __syncwarp();
+#pragma unroll
+            for (u32 t = 0; t < kMine; ++t) {
+#pragma unroll
+                for (u32 i = 0; i < 2; ++i) {
+                    const u32 pair = ptx::cvt_bf16x2(c[t][i], c[t][2 + i]);
+                    ptx::st_shared_u16(put + (t * 8 + i) * kTokenBytes, pair & 0xffffu);
+                    ptx::st_shared_u16(put + (t * 8 + i) * kTokenBytes + kRowBlock, pair >> 16);
+                }
+            }
+            __syncwarp();
+            if (ctx.lane < kMine * 16 && token < ctx.tokens)
+                Op::Out::send(ctx, token, row_block * kRowBlock + ctx.lane % 2 * 8, ptx::ld_shared_v4(get));
+        }
+
+        template <class Ctx>
+        __device__ __forceinline__ void next(const Ctx&) {}
+    };
+
+    template <u32 kMine, class Ctx>
+    MEGAGEN_DEVICE auto outgoing(const Ctx& ctx, u32 unit, u32 tile, u32 taker) {
+        if constexpr (kDirect)
+            return Rows<kMine>(ctx, tile, taker);
+        else
+            return Sums<kMine>(ctx, unit, tile);
     }
 
-    // A row block is done: it leaves through shared memory, so that a lane has half of a token's 16 rows.
-    template <class Ctx>
-    MEGAGEN_DEVICE void send_rows(Ctx& ctx, u32 row_block) {
-        constexpr u32 kTokenBytes = kRowBlock * 2;
-        const u32 scratch = ctx.shared + Op::kOutbox;
-        float consumed = 0;
-        __syncwarp();
-#pragma unroll
-        for (u32 t = 0; t < (Ctx::Kernel::kTokens + 7) / 8; ++t) {
-            float c[4];
-            Ctx::Accum::take(ctx, t, c);
-            consumed += c[0];
-            const u32 at = scratch + (t * 8 + ctx.lane % 4 * 2) * kTokenBytes + ctx.lane / 4 * 2;
-#pragma unroll
-            for (u32 i = 0; i < 2; ++i) {
-                const u32 pair = ptx::cvt_bf16x2(c[i], c[2 + i]);
-                ptx::st_shared_u16(at + i * kTokenBytes, pair & 0xffffu);
-                ptx::st_shared_u16(at + i * kTokenBytes + kRowBlock, pair >> 16);
+    // One warp or two from kFirstWarp on. Two share a unit, an n8 tile of tokens each; where there is one tile, they
+    // take turns.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void reduce(Ctx& ctx) {
+        constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8, kTakers = Ctx::Accum::kTakers;
+        constexpr bool kTurns = kTakers > kTiles;
+        constexpr u32 kMine = kTurns ? 1 : kTiles / kTakers;
+        const u32 taker = kTakers == 1 ? 0 : ctx.warp - kFirstWarp, tile = kTurns ? 0 : taker * kMine;
+        const Range run = ctx.rounds(Tiles::run(ctx));
+        auto out = outgoing<kMine>(ctx, run.first, tile, taker);
+#pragma unroll 1
+        for (u32 at = run.first; at < run.last; ++at) {
+            if (!Ctx::Accum::acquire(ctx)) return;
+            if (kTurns && !Ctx::Accum::turn(ctx, taker)) {
+                Ctx::Accum::pass(ctx);
+            } else {
+                float c[kMine][4];
+                Ctx::Accum::take(ctx, tile, c);
+                out.send(ctx, at, c);
             }
+            out.next(ctx);
+            if constexpr (kDirect)
+                Op::Out::publish(ctx);
+            else
+                Op::Partials::publish(ctx);
         }
-        Ctx::Accum::release(ctx, consumed);
-        __syncwarp();
-        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
-        if (token < ctx.tokens)
-            Op::Out::send(ctx, token, row_block * kRowBlock + half, ptx::ld_shared_v4(scratch + ctx.lane * 16));
     }
 
     // Adds the K chunks in ascending order: lane = (token, half of the row block).

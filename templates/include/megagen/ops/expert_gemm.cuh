@@ -285,47 +285,55 @@ struct ExpertGemm {
         }
     }
 
-    template <class Ctx>
+    using Places = typename Op::Out::template Places<4>;
+
+    // One warp or two from kFirstWarp on, which take turns.
+    template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
         if (!Op::Table::wait(ctx)) return;
         const ExpertTable table = Op::Table::get(ctx);
         const Run run = ctx.dry ? Run{{{0, 1}}} : Tiles::run(ctx); // the table may not be there yet
+        const u32 taker = Ctx::Accum::kTakers == 1 ? 0 : ctx.warp - kFirstWarp;
+        const Places to(ctx, ctx.lane % 4);
         Entry entry;
 #pragma unroll 1
         for (u32 part = 0; part < Run::kParts; ++part) {
             const Range mine = run.of(part);
 #pragma unroll 1
             for (u32 tile = mine.first; tile < mine.last; ++tile) {
-                if (tile / kTilesPerExpert != entry.used) look_up(ctx, table, tile / kTilesPerExpert, entry);
 #pragma unroll 1
                 for (u32 r = 0; r < kBlocksPerStage; ++r) {
-                    const u32 column = ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock;
-                    if (!epilogue(ctx, entry, column)) return;
+                    const bool takes = Ctx::Accum::turn(ctx, taker);
+                    if (takes && tile / kTilesPerExpert != entry.used)
+                        look_up(ctx, table, tile / kTilesPerExpert, entry);
+                    if (!Ctx::Accum::acquire(ctx)) return;
+                    if (takes)
+                        epilogue(ctx, to, taker, entry, ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock);
+                    else
+                        Ctx::Accum::pass(ctx);
                 }
                 Op::Out::publish(ctx);
             }
         }
     }
 
-    // A row block's columns, token by token in 16 bytes or 32, leave through shared memory: lane (token, quarter) then
-    // serves every fourth destination with whole vectors.
+    // A row block's columns, token by token in 16 bytes or 32, leave through shared memory, a part of it for each warp
+    // of the role: lane (token, quarter) then serves every fourth destination with whole vectors.
     template <class Ctx>
-    MEGAGEN_DEVICE bool epilogue(Ctx& ctx, const Entry& entry, u32 column) {
+    MEGAGEN_DEVICE void epilogue(Ctx& ctx, const Places& to, u32 taker, const Entry& entry, u32 column) {
         constexpr u32 kTokenBytes = kColumnsPerBlock * 2;
-        const u32 scratch = ctx.shared + Op::kOutbox;
-        if (!Ctx::Accum::acquire(ctx)) return false;
-        float c[4];
+        const u32 outbox = ctx.shared + Op::kOutbox + taker * (8 * kTokenBytes);
+        float c[1][4];
         Ctx::Accum::take(ctx, 0, c);
-        Ctx::Accum::release(ctx, c[0]);
         __syncwarp();
 #pragma unroll
         for (u32 i = 0; i < 2; ++i) { // column of the MMA tile: token lane % 4 * 2 + i of the entry
-            const u32 at = scratch + (ctx.lane % 4 * 2 + i) * kTokenBytes + ctx.lane / 4 * 2;
+            const u32 at = outbox + (ctx.lane % 4 * 2 + i) * kTokenBytes + ctx.lane / 4 * 2;
             if constexpr (Op::kSwiglu) {
-                const float gate = c[i] * entry.gate, up = c[2 + i] * entry.up;
+                const float gate = c[0][i] * entry.gate, up = c[0][2 + i] * entry.up;
                 ptx::st_shared_u16(at, ptx::cvt_bf16x2(__fdividef(gate, 1.0f + __expf(-gate)) * up, 0.0f));
             } else {
-                const u32 pair = ptx::cvt_bf16x2(c[i] * entry.gate, c[2 + i] * entry.gate);
+                const u32 pair = ptx::cvt_bf16x2(c[0][i] * entry.gate, c[0][2 + i] * entry.gate);
                 ptx::st_shared_u16(at, pair & 0xffffu);
                 ptx::st_shared_u16(at + kRowBlock, pair >> 16);
             }
@@ -335,14 +343,9 @@ struct ExpertGemm {
             uint4 v[kTokenBytes / 16];
 #pragma unroll
             for (u32 i = 0; i < kTokenBytes / 16; ++i)
-                v[i] = ptx::ld_shared_v4(scratch + ctx.lane / 4 * kTokenBytes + 16 * i);
-#pragma unroll 1
-            for (u32 d = ctx.lane % 4; d < ctx.rounds(Op::Out::destinations(ctx), 4); d += 4) {
-#pragma unroll
-                for (u32 i = 0; i < kTokenBytes / 16; ++i) Op::Out::send_to(ctx, d, entry.row, column + 8 * i, v[i]);
-            }
+                v[i] = ptx::ld_shared_v4(outbox + ctx.lane / 4 * kTokenBytes + 16 * i);
+            to.send(ctx, entry.row, column, v);
         }
-        return true;
     }
 };
 

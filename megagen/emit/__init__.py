@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import lru_cache
 from itertools import groupby
 from pathlib import PurePath
@@ -19,6 +20,7 @@ _HINTS = {Hint.EVICT_NORMAL: 0, Hint.EVICT_FIRST: 1, Hint.EVICT_LAST: 2}
 WARPGROUP = 4
 EXPERTS = "ExpertGemm"
 STREAM = "load_weights"  # the role of a producer
+REDUCE = "reduce"  # the role that takes accumulators
 UNBOUNDED_WAITS = "MEGAGEN_UNBOUNDED_WAITS"  # a macro of the kernel template, for final timing
 
 
@@ -119,20 +121,48 @@ def _branches(plan: Plan, kernel: KernelPlan) -> Iterator[_Branch]:
 
 def _programs(plan: Plan, programs: Sequence[ProgramPlan]) -> list[_Program]:
     """The last branch's code comes first in the machine code: that is the producer's, whom everybody waits for."""
-    return [_program(plan, p, k == 0) for k, p in enumerate(reversed(programs))]
+    groups: list[list[ProgramPlan]] = []
+    for program in programs:
+        if groups and len(groups[-1]) == 1 and _take_together(groups[-1][0], program):
+            groups[-1].append(program)
+        else:
+            groups.append([program])
+    return [_program(plan, group, k == 0) for k, group in enumerate(reversed(groups))]
 
 
-def _program(plan: Plan, program: ProgramPlan, first: bool) -> _Program:
-    last = program.first + program.count - 1
-    test = (
-        f"ctx.warp == {last}" if program.count == 1 else f"ctx.warp >= {program.first}"
-    )  # an else-if: the ones before are gone
-    title = f"warp {last}" if program.count == 1 else f"warps {program.first} to {last}"
+def _take_together(a: ProgramPlan, b: ProgramPlan) -> bool:
+    """Whether these are two warps that take the same accumulators."""
+    alone = a.count == b.count == 1 and not any(s.call == STREAM for p in (a, b) for s in p.steps)
+    return alone and bool({s.op for s in a.steps if s.call == REDUCE} & {s.op for s in b.steps if s.call == REDUCE})
+
+
+def _program(plan: Plan, group: Sequence[ProgramPlan], first: bool) -> _Program:
+    begin, last = group[0].first, group[-1].first + group[-1].count - 1
+    test = f"ctx.warp == {last}" if begin == last else f"ctx.warp >= {begin}"  # an else-if: the ones before are gone
+    title = f"warp {last}" if begin == last else f"warps {begin} to {last}"
     return _Program(
         head=f"{'if' if first else 'else if'} ({test})",
         title=title,
-        lines=list(_lines(plan, program)),
+        lines=list(_lines(plan, group[0]) if len(group) == 1 else _shared(plan, *group)),
     )
+
+
+def _shared(plan: Plan, a: ProgramPlan, b: ProgramPlan) -> Iterator[str]:
+    """Two programs in one: what both do is the same machine code, which the first of them fetches for the other."""
+    steps = [[s.model_copy(update={"index": 0}).model_dump_json() for s in p.steps] for p in (a, b)]
+    for what, a1, a2, b1, b2 in SequenceMatcher(None, *steps, autojunk=False).get_opcodes():
+        if what == "equal":
+            for mine, other in zip(a.steps[a1:a2], b.steps[b1:b2], strict=True):
+                index = f"ctx.warp == {a.first} ? {mine.index} : {other.index}"
+                yield f"ctx.enter({index});" if plan.stamps else f"ctx.step = {index};"
+                yield from _calls(plan, mine)
+            continue
+        for program, some in ((a, a.steps[a1:a2]), (b, b.steps[b1:b2])):
+            if some:
+                yield f"if (ctx.warp == {program.first}) {{"
+                for step in some:
+                    yield from (f"  {line}" for line in _step(plan, step))
+                yield "}"
 
 
 def _lines(plan: Plan, program: ProgramPlan) -> Iterator[str]:

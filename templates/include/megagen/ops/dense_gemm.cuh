@@ -262,20 +262,20 @@ struct DenseGemm {
             return Sums<kMine>(ctx, unit, tile);
     }
 
-    // One warp or two from kFirstWarp on. Two share a unit, an n8 tile of tokens each; where there is one tile, they
-    // take turns.
+    // One warp or two from kFirstWarp on. Two share a unit, an n8 tile of tokens each; where there are tokens for one
+    // tile, they take turns.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
         constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8, kTakers = Ctx::Accum::kTakers;
-        constexpr bool kTurns = kTakers > kTiles;
-        constexpr u32 kMine = kTurns ? 1 : kTiles / kTakers;
-        const u32 taker = kTakers == 1 ? 0 : ctx.warp - kFirstWarp, tile = kTurns ? 0 : taker * kMine;
+        constexpr u32 kMine = kTakers < kTiles ? kTiles : 1;
+        const bool turns = kTakers > kTiles || (kTakers > 1 && ctx.tokens <= 8);
+        const u32 taker = kTakers == 1 ? 0 : ctx.warp - kFirstWarp, tile = turns ? 0 : taker;
         const Range run = ctx.rounds(Tiles::run(ctx));
         auto out = outgoing<kMine>(ctx, run.first, tile, taker);
 #pragma unroll 1
         for (u32 at = run.first; at < run.last; ++at) {
             if (!Ctx::Accum::acquire(ctx)) return;
-            if (kTurns && !Ctx::Accum::turn(ctx, taker)) {
+            if (turns && !Ctx::Accum::turn(ctx, taker)) {
                 Ctx::Accum::pass(ctx);
             } else {
                 float c[kMine][4];

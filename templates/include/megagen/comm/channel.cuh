@@ -112,51 +112,28 @@ struct Channel {
         return heap + D::kCounterOffset + which(ctx, ahead) * 4;
     }
 
-    // How many copies of a message leave this rank: one to each rank of the world, stand-ins included. What is
-    // scattered goes to one rank, once for each that this one stands in for.
-    template <class Ctx>
-    MEGAGEN_DEVICE u32 destinations(const Ctx& ctx) {
-        return D::kScatter ? 1u << stand_ins(ctx.p.sys) : D::kWorld ? ctx.p.sys.world : 1;
-    }
-
     // Ranks that a live one plays, itself included: two to this power. Both numbers are powers of two.
     MEGAGEN_DEVICE u32 stand_ins(const System& sys) { return __popc(sys.world - 1) - __popc(sys.live - 1); }
 
-    // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to one destination, 16 bytes
-    // where data is its own flag: a reader looks at the last word only. Live
-    // rank by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements a stand-in.
-    // When scattered, e counts over all ranks' shards, and those of ranks that are stood in for go nowhere.
+    // One lane's piece of a message, elements e, e + 1, ... of `row` (e within the shard), to all its destinations: 16
+    // bytes where data is its own flag, as a reader looks at the last word only. One copy goes to each rank of the
+    // world, live rank by live rank, in each the slots of the ranks that this one stands in for, rotated by 16 elements
+    // a stand-in. When scattered, e counts over all ranks' shards, and a piece goes to its owner, or nowhere if that is
+    // a stand-in. A 64-bit `e` shows that places are a known distance apart, as indices do when it comes to reading.
     template <class V, class E, class Ctx>
-    MEGAGEN_DEVICE void send_to(const Ctx& ctx, u32 destination, u32 row, E e, V v) {
-        if constexpr (D::kFault) {
-            if (row == 0 && e < 16) return;
-        }
-        static_assert(!kLamport || sizeof(V) == 16, "data that is its own flag travels in accesses of 16 bytes");
-        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
+    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, E e, V v) {
         if constexpr (D::kKind == Sync::kCluster) {
-            ClusterMap<D>::send(ctx, row, e, v);
+            if (!loses(row, e)) ClusterMap<D>::send(ctx, row, e, v);
         } else if constexpr (D::kWorld) {
-            const System& sys = ctx.p.sys;
-            const u32 shift = stand_ins(sys);
-            u32 peer = destination >> shift, j = destination - (peer << shift);
-            if constexpr (D::kScatter) {
-                const u32 owner = e / D::kShard;
-                peer = owner >> shift, j = destination, e -= owner * D::kShard;
-                if (peer << shift != owner) return;
-            }
-            u32 rotated = e + 16 * j;
-            if (rotated >= D::kShard) rotated -= D::kShard;
-            const u32 element = ((sys.rank << shift) + j) * D::kRankStride + row * D::kRowStride + rotated;
-            u8* to = copy(ctx, sys.heap[peer]) + element * D::kElementBytes;
-            if (ctx.dry) return;
-            if constexpr (kLamport)
-                ptx::st_relaxed_sys(to, v);
-            else
-                store_plain(to, v);
+            const V piece[1] = {v};
+            send_around<1>(ctx, 0, row, static_cast<u32>(e), piece);
         } else {
             store(ctx, spot(ctx, row, e), v);
         }
     }
+
+    // To test the report of a hang.
+    MEGAGEN_DEVICE bool loses(u32 row, u64 e) { return D::kFault && row == 0 && e < 16; }
 
     // Within a rank, for who sends to places a known distance apart: where element e of a row stands, and a piece that
     // goes to such a place.
@@ -168,123 +145,108 @@ struct Channel {
 
     template <class V, class Ctx>
     MEGAGEN_DEVICE void store(const Ctx& ctx, u8* to, V v) {
-        if constexpr (D::kFault) {
-            if (to < copy(ctx, ctx.heap()) + 16 * D::kElementBytes) return;
-        }
+        if (D::kFault && to < copy(ctx, ctx.heap()) + 16 * D::kElementBytes) return;
+        put(ctx, to, flagged(v));
+    }
+
+    // A word that no reader takes for an empty one, where data is its own flag.
+    template <class V>
+    MEGAGEN_DEVICE V flagged(V v) {
         static_assert(!kLamport || sizeof(V) == 16, "data that is its own flag travels in accesses of 16 bytes");
-        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
-        if (ctx.dry) return;
-        if constexpr (kLamport)
-            ptx::st_relaxed_gpu(to, v);
-        else
-            store_plain(to, v);
+        if constexpr (kLamport) return nonempty_v(v, D::kEmpty, D::kElementBytes);
+        return v;
     }
 
-    // To all of them. A 64-bit `e` shows that places are a known distance apart, as indices do when it comes to
-    // reading.
-    template <class V, class E, class Ctx>
-    MEGAGEN_DEVICE void send(const Ctx& ctx, u32 row, E e, V v) {
-        if constexpr (D::kWorld) {
-            send_around(ctx, row, static_cast<u32>(e), v);
-        } else {
-            send_to(ctx, 0, row, e, v);
-        }
-    }
-
-    // What send_to does with one destination after the other, in few instructions each: a warp alone waits for most.
     template <class V, class Ctx>
-    MEGAGEN_DEVICE void send_around(const Ctx& ctx, u32 row, u32 e, V v) {
-        if constexpr (D::kFault) {
-            if (row == 0 && e < 16) return;
-        }
-        static_assert(!kLamport || sizeof(V) == 16, "data that is its own flag travels in accesses of 16 bytes");
-        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);
+    MEGAGEN_DEVICE void put(const Ctx& ctx, u8* to, V v) {
+        if (ctx.dry) return;
+        if constexpr (!kLamport)
+            store_plain(to, v);
+        else if constexpr (D::kWorld)
+            ptx::st_relaxed_sys(to, v);
+        else
+            ptx::st_relaxed_gpu(to, v);
+    }
+
+    MEGAGEN_DEVICE u32 turned(u32 e, u32 by) { return e + by >= D::kShard ? e + by - D::kShard : e + by; }
+
+    // kN pieces in a row between ranks. Of the slots in each live rank this lane serves every kBy-th from `first` on.
+    template <u32 kBy, class V, u32 kN, class Ctx>
+    MEGAGEN_DEVICE void send_around(const Ctx& ctx, u32 first, u32 row, u32 e, const V (&v)[kN]) {
+        if (loses(row, e)) return;
+        V sent[kN];
+#pragma unroll
+        for (u32 k = 0; k < kN; ++k) sent[k] = flagged(v[k]);
         const System& sys = ctx.p.sys;
-        const u32 shift = stand_ins(sys), first = (sys.rank << shift) * D::kRankStride + row * D::kRowStride;
+        const u32 shift = stand_ins(sys);
         u32 peer = 0, end = ctx.rounds(sys.live);
         if constexpr (D::kScatter) {
             const u32 owner = e / D::kShard;
-            if (owner & ((1u << shift) - 1)) return; // a rank that is stood in for
+            if (owner & ((1u << shift) - 1)) return;
             peer = owner >> shift, end = peer + 1, e -= owner * D::kShard;
         }
+        const u32 slot = ((sys.rank << shift) + first) * D::kRankStride + row * D::kRowStride;
+        const u32 begin = turned(e, 16 * first % D::kShard);
 #pragma unroll 1
         for (; peer < end; ++peer) {
-            u8* to = copy(ctx, sys.heap[peer]) + first * D::kElementBytes;
-            u32 rotated = e;
+            u8* to = copy(ctx, sys.heap[peer]) + slot * D::kElementBytes;
+            u32 rotated = begin;
 #pragma unroll 1
-            for (u32 j = 0; j < ctx.rounds(1u << shift); ++j) {
-                u8* place = to + rotated * D::kElementBytes;
-                if (!ctx.dry) {
-                    if constexpr (kLamport)
-                        ptx::st_relaxed_sys(place, v);
-                    else
-                        store_plain(place, v);
-                }
-                to += D::kRankStride * D::kElementBytes;
-                rotated += 16;
-                if (rotated >= D::kShard) rotated -= D::kShard;
+            for (u32 j = first; j < ctx.rounds(1u << shift, kBy); j += kBy) {
+#pragma unroll
+                for (u32 k = 0; k < kN; ++k) put(ctx, to + rotated * D::kElementBytes + k * sizeof(V), sent[k]);
+                to += kBy * D::kRankStride * D::kElementBytes;
+                rotated = turned(rotated, 16 * kBy % D::kShard);
             }
         }
     }
 
-    // Who shares the destinations of its pieces with kBy - 1 other lanes: where its own begin is found once. Elements of
-    // a piece are within the shard, 16 from a multiple of 16 on at most.
+    // For a lane that shares the destinations of its pieces with kBy - 1 others: those of a gather are found once.
     template <u32 kBy>
     struct Places {
-        static constexpr bool kFound = D::kWorld && !D::kScatter; // else there are few, or which depends on the piece
+        static constexpr bool kFound = D::kWorld && !D::kScatter;
         static constexpr u32 kMost = kFound ? (kMaxRanks + kBy - 1) / kBy : 1;
-        u32 first; // of its destinations
-        u8* base[kMost];
-        u32 turned[kMost]; // elements that a stand-in's rows are rotated by
+        u32 first;
+        u8* slot[kMost];
+        u32 turn[kMost]; // what it is rotated by
 
         template <class Ctx>
-        __device__ __forceinline__ Places(const Ctx& ctx, u32 which)
-            : first(which) {
+        __device__ __forceinline__ Places(const Ctx& ctx, u32 first)
+            : first(first) {
             if constexpr (kFound) {
                 const System& sys = ctx.p.sys;
                 const u32 shift = stand_ins(sys);
 #pragma unroll
                 for (u32 i = 0; i < kMost; ++i) {
-                    const u32 d = which + i * kBy, peer = d < sys.world ? d >> shift : 0, j = d - (peer << shift);
-                    base[i] = copy(ctx, sys.heap[peer]) + ((sys.rank << shift) + j) * D::kRankStride * D::kElementBytes;
-                    turned[i] = 16 * j;
+                    const u32 d = first + i * kBy, peer = d < sys.world ? d >> shift : 0, j = d - (peer << shift);
+                    slot[i] = copy(ctx, sys.heap[peer]) + ((sys.rank << shift) + j) * D::kRankStride * D::kElementBytes;
+                    turn[i] = 16 * j % D::kShard;
                 }
             }
         }
 
-        // Vectors of 16 bytes from element e of a row on.
+        // kN vectors of 16 bytes from element e of a row on.
         template <u32 kN, class Ctx>
         __device__ __forceinline__ void send(const Ctx& ctx, u32 row, u32 e, const uint4 (&v)[kN]) const {
             constexpr u32 kPer = 16 / D::kElementBytes;
+            static_assert(D::kShard % (kN * kPer) == 0, "they are rotated as one");
             if constexpr (kFound) {
-                static_assert(D::kShard % (kN * kPer) == 0, "a piece is rotated as a whole");
-                if constexpr (D::kFault) {
-                    if (row == 0 && e < 16) return;
-                }
+                if (loses(row, e)) return;
                 uint4 sent[kN];
 #pragma unroll
-                for (u32 k = 0; k < kN; ++k) sent[k] = kLamport ? nonempty_v(v[k], D::kEmpty, D::kElementBytes) : v[k];
-                const u32 world = ctx.p.sys.world;
+                for (u32 k = 0; k < kN; ++k) sent[k] = flagged(v[k]);
 #pragma unroll
                 for (u32 i = 0; i < kMost; ++i) {
-                    u32 rotated = e + turned[i];
-                    if (rotated >= D::kShard) rotated -= D::kShard;
-                    u8* to = base[i] + (row * D::kRowStride + rotated) * D::kElementBytes;
-                    if (first + i * kBy >= world || ctx.dry) continue;
+                    u8* to = slot[i] + (row * D::kRowStride + turned(e, turn[i])) * D::kElementBytes;
+                    if (first + i * kBy >= ctx.p.sys.world) continue;
 #pragma unroll
-                    for (u32 k = 0; k < kN; ++k) {
-                        if constexpr (kLamport)
-                            ptx::st_relaxed_sys(to + 16 * k, sent[k]);
-                        else
-                            store_plain(to + 16 * k, sent[k]);
-                    }
+                    for (u32 k = 0; k < kN; ++k) put(ctx, to + 16 * k, sent[k]);
                 }
-            } else {
-#pragma unroll 1
-                for (u32 d = first; d < ctx.rounds(destinations(ctx), kBy); d += kBy) {
+            } else if constexpr (D::kWorld) {
+                send_around<kBy>(ctx, first, row, e, v);
+            } else if (first == 0) {
 #pragma unroll
-                    for (u32 k = 0; k < kN; ++k) send_to(ctx, d, row, e + kPer * k, v[k]);
-                }
+                for (u32 k = 0; k < kN; ++k) Channel::send(ctx, row, e + kPer * k, v[k]);
             }
         }
     };
@@ -514,6 +476,22 @@ struct Output {
         if (!ctx.dead && !ctx.dry)
             ptx::st_relaxed_gpu(D::pointer(ctx.p) + (static_cast<E>(row) * D::kRowStride + e) * D::kElementBytes, v);
     }
+
+    // There is one destination, the first lane's.
+    template <u32 kBy>
+    struct Places {
+        u32 first;
+
+        template <class Ctx>
+        __device__ __forceinline__ Places(const Ctx&, u32 first)
+            : first(first) {}
+
+        template <u32 kN, class Ctx>
+        __device__ __forceinline__ void send(const Ctx& ctx, u32 row, u32 e, const uint4 (&v)[kN]) const {
+#pragma unroll
+            for (u32 k = 0; first == 0 && k < kN; ++k) Output::send(ctx, row, e + 16 / D::kElementBytes * k, v[k]);
+        }
+    };
 
     // One element of two bytes; others may write its neighbours.
     template <class Ctx>

@@ -197,7 +197,7 @@ struct AccumRing {
                 sum.x += part[n][s].x, sum.y += part[n][s].y, sum.z += part[n][s].z, sum.w += part[n][s].w;
             }
             c[n][0] = sum.x, c[n][1] = sum.y, c[n][2] = sum.z, c[n][3] = sum.w;
-            consumed += sum.x;
+            consumed = n == 0 ? sum.x : consumed + sum.x;
         }
         Empty::arrive_consumed(ctx, ctx.accum.slot, consumed);
         if (!ctx.dry) ctx.accum.advance();

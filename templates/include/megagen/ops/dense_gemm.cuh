@@ -217,20 +217,24 @@ struct DenseGemm {
         }
     };
 
-    // The same where a row block is done: it leaves through shared memory, so that a lane has half of a token's 16 rows.
+    // The same where a row block is done: it leaves through shared memory, so that a lane has half of a token's 16
+    // rows, and where that are fewer than lanes, every second destination.
     template <u32 kMine>
     struct Rows {
         static constexpr u32 kTokenBytes = kRowBlock * 2;
+        static constexpr u32 kPieces = 16 * kMine;
         u32 token;
         u32 put; // in the warp's own part of the outbox
         u32 get;
+        typename Op::Out::template Places<32 / kPieces> places;
 
         template <class Ctx>
-        __device__ __forceinline__ Rows(const Ctx& ctx, u32 tile, u32 taker) {
+        __device__ __forceinline__ Rows(const Ctx& ctx, u32 tile, u32 taker)
+            : places(ctx, ctx.lane / kPieces) {
             const u32 outbox = ctx.shared + Op::kOutbox + taker * (8 * kTokenBytes);
-            token = tile * 8 + ctx.lane / 2;
+            token = tile * 8 + ctx.lane % kPieces / 2;
             put = outbox + ctx.lane % 4 * 2 * kTokenBytes + ctx.lane / 4 * 2;
-            get = outbox + ctx.lane * 16;
+            get = outbox + ctx.lane % kPieces * 16;
         }
 
         template <class Ctx>
@@ -246,8 +250,8 @@ struct DenseGemm {
                 }
             }
             __syncwarp();
-            if (ctx.lane < kMine * 16 && token < ctx.tokens)
-                Op::Out::send(ctx, token, row_block * kRowBlock + ctx.lane % 2 * 8, ptx::ld_shared_v4(get));
+            const uint4 v[1] = {ptx::ld_shared_v4(get)};
+            if (token < ctx.tokens) places.send(ctx, token, row_block * kRowBlock + ctx.lane % 2 * 8, v);
         }
 
         template <class Ctx>

@@ -308,7 +308,8 @@ struct ExpertGemm {
                         look_up(ctx, table, tile / kTilesPerExpert, entry);
                     if (!Ctx::Accum::acquire(ctx)) return;
                     if (takes)
-                        epilogue(ctx, to, taker, entry, ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock);
+                        epilogue(ctx, to, taker, entry,
+                                 ((tile % kTilesPerExpert) * kBlocksPerStage + r) * kColumnsPerBlock);
                     else
                         Ctx::Accum::pass(ctx);
                 }

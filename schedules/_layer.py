@@ -51,6 +51,7 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     s.assign(finished, finish=finisher)
     s.assign(g.attention, attend=math, merge=math)
     s.assign([g.post_attention, g.pre_expert_norm, g.combine, g.residual], compute=math)
+    s.assign([g.post_attention, g.residual], measure=math)
     s.assign(g.top_k, select=finisher if swap else tables, tables=tables)
     s.reset(by=tables)
 
@@ -104,7 +105,8 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
         s.sync(g.all_reduce >> g.post_attention, exchange)
     else:
         s.sync(g.o_proj >> g.post_attention, summed)
-    s.sync(g.post_attention >> g.residual, handed)
+    s.sync(g.post_attention.measure >> g.post_attention.compute, local)
+    s.sync(g.post_attention >> g.residual, local)
     s.sync(g.post_attention >> g.router, local)
     s.sync(g.router.reduce >> g.top_k.select, local)
     s.sync(g.pooler >> g.pre_expert_norm, exchange)
@@ -113,6 +115,7 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     s.sync(g.down >> g.combine, exchange)
     s.sync(g.combine >> g.unpooler, local)
     s.sync(g.unpooler >> g.residual, exchange)
+    s.sync(g.residual.measure >> g.residual.compute, local)
 
     if projection:
         # During the layer's last norm the ring holds the first of the next projection's weights. L2 may be asked for

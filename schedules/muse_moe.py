@@ -45,6 +45,7 @@ def schedule(
     s.assign(dense, finish=finisher)
     s.assign(g.top_k, select=finisher if swap else tables, tables=tables)
     s.assign([g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=math)
+    s.assign(g.residual, measure=math)
     s.reset(by=tables)
     s.accumulators(s.choice("accumulators", 2, 4))
 
@@ -81,6 +82,7 @@ def schedule(
     s.sync(g.combine >> g.unpooler, local)
     s.sync(g.unpooler.reduce >> g.unpooler.finish, partials)
     s.sync(g.unpooler >> g.residual, exchange)
+    s.sync(g.residual.measure >> g.residual.compute, local)
     s.launch(
         cluster=s.choice("cluster", 1, 2),
         pdl=True,

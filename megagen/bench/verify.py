@@ -243,6 +243,8 @@ class Verifier:
         if (reason := rank.unreadable(channel)) is not None:
             return reason
         op, port = self._writer(channel.name)
+        if port == "moments":
+            return "holds sums of squares"
         if port != "partials":
             return None
         if isinstance(op, Attention | GlobalAttention):

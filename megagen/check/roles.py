@@ -91,11 +91,12 @@ def _groups(plan: Plan) -> None:
     """Warps that meet at a barrier, and the scratch that they meet for, belong to one op."""
     owners: dict[str, OpPlan] = {}
     for op in plan.ops:
-        if "compute" not in op.roles:
+        role = next((s.name for s in op.specs if s.meets and s.name in op.roles), None)
+        if role is None:
             continue
         for what, name in (("group barrier", op.barriers.get("group")), ("scratch", op.regions.get("scratch"))):
             if name is None:
-                refuse(RULE, f"{op.name}.compute has no {what}", op.source)
+                refuse(RULE, f"{op.name}.{role} has no {what}", op.source)
             if name in owners:
                 refuse(RULE, f"{op.name} and {owners[name].name} share the {what} {name}", op.source)
             owners[name] = op

@@ -166,6 +166,11 @@ class RoleSpec(Frozen):
     registers: int = 0
 
     @property
+    def meets(self) -> bool:
+        """Whether its warps add up a row in the op's scratch, and so meet at a barrier of their own."""
+        return "scratch" in self.regions
+
+    @property
     def rehearsable(self) -> bool:
         """Whether a dry run of it changes nothing: the ring would lose what passes through it."""
         return not self.stream and not self.ring

@@ -140,7 +140,7 @@ def role_uses(
             BarrierUse(barrier=ACCUM_FULL, action="wait", per="tile"),
             BarrierUse(barrier=ACCUM_EMPTY, action="arrive", per="tile"),
         ]
-    if spec.name == "compute":
+    if spec.meets:
         uses += [
             BarrierUse(barrier=barriers.get("group", ""), action="arrive", per="tile"),
             BarrierUse(barrier=barriers.get("group", ""), action="wait", per="tile"),

@@ -256,9 +256,9 @@ class _Lowering:
         add("accum_empty", self.s.accum_slots, self._takers())
         add("table_ready", 1, 1)
         for op in self.g.ops:
-            warps = self.roles.get((op.name, "compute"))
-            if "compute" in {r.name for r in op.roles()}:
-                add(f"group_{op.name}", 1, len(warps or ()))
+            for role in op.roles():
+                if role.meets:
+                    add(f"group_{op.name}", 1, len(self.roles.get((op.name, role.name), ())))
         for op_name in sorted(self.points):
             add(f"point_{op_name}", 1, len(self._point_warps(op_name)))
         for op_name in sorted(self.begins):
@@ -348,7 +348,6 @@ class _Lowering:
                 stage_bytes=stage["bytes"], per_tile=stage["per_tile"], stage_rows=stage["rows"], stage_k=stage["k"],
                 hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
             )  # fmt: skip
-        compute = "compute" in {r.name for r in op.roles()}
         pointers = {port: w.name for port, w in op.weights.items()}
         if stage is not None and weight is not None and weight.dtype is DType.NVFP4:
             pointers["scale"] = f"{weight.name}_scale"
@@ -359,7 +358,7 @@ class _Lowering:
             channels={p: n for p, n in ports.items() if n in internal},
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,
-            barriers={"group": f"group_{op.name}"} if compute else {},
+            barriers={"group": f"group_{op.name}"} if any(r.meets for r in op.roles()) else {},
             regions={purpose: f"{purpose}_{op.name}" for purpose in op.shared()}, shared=op.shared(), held=op.held,
             roles={r.name: self.roles[op.name, r.name] for r in op.roles() if (op.name, r.name) in self.roles},
             specs=op.roles(), publishes={r.name: self._publishes(op, r.name) for r in op.roles() if r.writes},
@@ -497,7 +496,7 @@ class _Lowering:
         where = source(self.s.roles[op.name, role][1])
         rehearsed = self.s.rehearsed.get((op.name, role))
 
-        barriers = {"group": f"group_{op.name}"} if role == "compute" else {}
+        barriers = {"group": f"group_{op.name}"} if spec.meets else {}
         uses = role_uses(spec, barriers, [channels[n] for n in reads], [channels[n] for n in writes])
 
         def step(*args: int) -> StepPlan:

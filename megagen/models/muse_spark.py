@@ -22,7 +22,7 @@ from megagen.ops.expert_gemm import ExpertGemm
 from megagen.ops.global_attention import GlobalAttention, spans
 from megagen.ops.qkv_heads import QkvHeads
 from megagen.ops.rank_sum import GROUP, RankSum
-from megagen.ops.residual import Residual
+from megagen.ops.residual import PIECE, Residual
 from megagen.ops.rms_norm import RmsNorm
 from megagen.ops.top_k import TopK
 
@@ -367,7 +367,7 @@ def _layer(
         ),
         Residual(
             name="post_attention", inputs={"in": summed, "stream": stream},
-            outputs={"out": middle, "normed": normed},
+            outputs={"moments": b.moments("middle_moments"), "out": middle, "normed": normed},
             weights={
                 "gate": b.gate("attention_gate", "post_attention_residual_gate.gate"),
                 "next_gain": b.vector("pre_ffn_gain", h, "pre_feedforward_layernorm.weight"),
@@ -491,6 +491,9 @@ class _Builder:
 
     def gate(self, name: str, checkpoint: str) -> Weight:
         return self.vector(name, self.c.hidden, checkpoint, DType.FP32, planes=2)
+
+    def moments(self, name: str) -> str:
+        return self.tensor(name, self.tokens, self.c.hidden // PIECE, 4, dtype=DType.FP32)
 
     def stream_out(self) -> str:
         return self.tensor("stream_out", self.tokens, self.c.hidden, dtype=DType.FP32, kind=TensorKind.OUTPUT)
@@ -648,7 +651,7 @@ class _Builder:
             "gain": self.vector("post_ffn_gain", c.hidden, "post_feedforward_layernorm.weight"),
             "gate": self.gate("residual_gate", "post_feedforward_residual_gate.gate"),
         }
-        outputs = {"out": self.stream_out()}
+        outputs = {"moments": self.moments("moments"), "out": self.stream_out()}
         if normed is not None:
             weights["next_gain"] = self.next_gain()
             outputs["normed"] = normed

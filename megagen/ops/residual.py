@@ -3,6 +3,12 @@
 n is the norm of the branch's output: input-scaled where there is a gain, else weightless. With
 w = gate / temperature, beta = sigmoid(w) and alpha = sqrt(max(sigmoid(-w) * (1 + beta), clamp)). Ranks' contributions
 to the branch's output are summed first, in rank order. ``normed`` is the centred norm that the next op begins with.
+
+A unit is a token's 256 columns, so that a row is spread over blocks. With n0 the branch's output times the gain, r the
+first norm's factor and s' = alpha * s + beta * n0 * r, the second norm needs sum(s'^2) = m1 + 2 r m2 + r^2 m3: so both
+norms follow from four sums that want neither, m0 = sum(n0^2), m1 = sum((alpha s)^2), m2 = sum(alpha s beta n0) and
+m3 = sum((beta n0)^2), and a row is added up once (as SGLang's fused layer boundary does). The measure role sends a
+unit's sums; the compute role adds those of a row, in a tree over the pieces that its width alone decides.
 """
 
 from __future__ import annotations
@@ -11,17 +17,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
-from megagen.ops.row import group_scratch
 
 if TYPE_CHECKING:
     import torch
 
 
+PIECE = 256  # columns of a unit: a vector of 16 bytes a lane (ops/residual.cuh)
+
+
 class Residual(Op):
     """Inputs: ``in`` bf16 [tokens, width] (or [parts, tokens, width]), ``stream`` fp32 [tokens, width].
 
-    Outputs: ``out`` fp32 [tokens, width] and, with a weight ``next_gain``, ``normed`` bf16 [tokens, width]. Weights:
-    ``gate``, and ``gain`` where the branch's norm is input-scaled.
+    Outputs: ``moments`` fp32 [tokens, width / 256, 4], ``out`` fp32 [tokens, width] and, with a weight ``next_gain``,
+    ``normed`` bf16 [tokens, width]. Weights: ``gate``, and ``gain`` where the branch's norm is input-scaled.
     """
 
     kind: ClassVar[str] = "residual"
@@ -38,10 +46,8 @@ class Residual(Op):
     def roles(self) -> tuple[RoleSpec, ...]:
         writes = ("out", "normed") if "normed" in self.outputs else ("out",)
         return (
-            RoleSpec(
-                name="compute", warps=(8,), align=4, reads=("in", "stream"), writes=writes, hands_back=("stream",),
-                regions=("scratch",), registers=160,
-            ),
+            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "stream"), writes=("moments",)),
+            RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "stream", "moments"), writes=writes),
         )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:
@@ -59,11 +65,8 @@ class Residual(Op):
         alpha = ((-w).sigmoid() * (1 + beta)).clamp(min=self.clamp).sqrt()
         return torch.cat((alpha, beta))
 
-    def shared(self) -> Mapping[str, int]:
-        return {"scratch": group_scratch(1)}
-
     def publishes(self, role: str) -> tuple[int, Per]:
-        return 8, "token"  # each of its eight warps
+        return self.width // PIECE, "token"
 
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens

@@ -457,6 +457,16 @@ struct Input {
         return !ctx.dead;
     }
 
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE void ask(Ctx& ctx, uint4 (&v)[kN], Index index) {
+        read(ctx, v, true, index);
+    }
+
+    template <u32 kN, class Ctx, class Index>
+    MEGAGEN_DEVICE bool take(const Ctx& ctx, uint4 (&)[kN], Index) {
+        return !ctx.dead;
+    }
+
     // One element of four bytes.
     template <class Ctx>
     MEGAGEN_DEVICE u32 word(const Ctx& ctx, u32 index) {

@@ -1,4 +1,4 @@
-// Norm and residual gate, then the norm of the result, a token at a time on eight warps. See megagen/ops/residual.py.
+// Norm and residual gate, then the norm of the result, 256 columns of a token a warp. See megagen/ops/residual.py.
 #pragma once
 
 #include <megagen/kernel.cuh>
@@ -11,11 +11,10 @@ concept ResidualPolicy = requires {
     Op::kWidth;
     Op::kEps;
     Op::kParts;
-    Op::kScratch;
     typename Op::In;
     typename Op::Stream;
+    typename Op::Moments;
     typename Op::Out;
-    typename Op::Group;
     &Op::gate;
 };
 
@@ -23,202 +22,192 @@ concept ResidualPolicy = requires {
 // for the second norm Normed, kNextEps and next_gain(params).
 template <ResidualPolicy Op>
 struct Residual {
-    using Slice = RowSlice<Op::kWidth, 8>;
-    static constexpr u32 kN = Slice::kVectors;
+    static constexpr u32 kWarps = 8;
+    static constexpr u32 kColumns = 32 * 8; // of a unit: a vector of bf16 a lane
+    static constexpr u32 kPieces = Op::kWidth / kColumns;
+    static constexpr u32 kVectors = (kPieces + 31) / 32; // of a token's moments, a lane
     static constexpr bool kScaled = requires { &Op::gain; };
     static constexpr bool kNorms = requires { typename Op::Normed; };
-    static constexpr u32 kEarly = kN > 2 ? 2 * kN - 2 : 2 * kN; // halves of vectors whose gates come before the sum
-    static constexpr u32 kRounds = kNorms ? 2 : 1;              // sums a token
+    static constexpr u32 kMoments = kNorms ? 4 : 1;
+    static_assert(Op::kWidth % kColumns == 0, "a row is whole pieces");
 
+    // A lane's columns: n is what the branch made, times the norm's gain; s' = kept + r * added, where r is the norm's
+    // factor.
+    struct Columns {
+        float n[8];
+        float kept[8];
+        float added[8];
+    };
+
+    // Sends what a row's two norms need to know of a piece: the squares of n, of what is kept, twice over of what is
+    // kept and added, of what is added.
     template <u32 kFirstWarp, class Ctx>
-    MEGAGEN_DEVICE void compute(Ctx& ctx) {
-        const u32 slice = ctx.warp - kFirstWarp;
-        const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
-        if (mine.first == mine.last) return;
-        fetch(ctx, slice);
-        if (!Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
+    MEGAGEN_DEVICE void measure(Ctx& ctx) {
+        const Range mine = share(ctx);
+        const u32 begin = mine.first + ctx.warp - kFirstWarp;
+        if (begin >= mine.last || !Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
 #pragma unroll 1
-        for (u32 token = mine.first; token < mine.last; ++token) {
-            if (!one(ctx, token, slice, (token - mine.first) * kRounds)) return;
-        }
-    }
-
-    // A token. Everything but what the branch made is on its way before it is wanted. Arrays are filled in every case,
-    // or they would stay in registers from token to token.
-    template <class Ctx>
-    MEGAGEN_DEVICE bool one(Ctx& ctx, u32 token, u32 slice, u32 round) {
-        // Constant distances from one address: many addresses would stay in registers.
-        const u32 first = Slice::element(slice, ctx.lane, 0), row = token * Op::kWidth + first;
-        const auto at = [](u32 i) { return i / 2 * Slice::kStep + i % 2 * 4; };
-        const auto half = [&](u32 i) { return static_cast<u64>(row) + at(i); };
-        const u8* gates = Op::gate(ctx.p) + first * 4;
-        float gain[kScaled ? kN : 1][8];
-        if constexpr (kScaled) {
-#pragma unroll
-            for (u32 i = 0; i < kN; ++i) load_gain(Op::gain(ctx.p) + first * 4, i * Slice::kStep, gain[i]);
-        }
-        uint4 s[2 * kN];
-        float n[kN][8] = {};
-        float4 factor[4 * kN] = {};
-        const auto load_gate = [&](u32 i) {
-            factor[2 * i] = load_here(gates + at(i) * 4);
-            factor[2 * i + 1] = load_here(gates + (Op::kWidth + at(i)) * 4);
-        };
-        // The stream has been there for long, and the gate for ever: 96 KB of a wide row, which take one SM longer than
-        // most waits. Where contributions take many registers, they come after them.
-        if constexpr (Op::kParts == 1) {
-#pragma unroll
-            for (u32 i = 0; i < kEarly; ++i) load_gate(i);
-        }
-        if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;
-        if (!branch(ctx, ptx::opaque(row), n)) return false;
-        if (Op::kParts > 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;
-        float square[1] = {0};
-#pragma unroll
-        for (u32 i = 0; i < kN; ++i) {
+        for (u32 unit = begin; unit < mine.last; unit += kWarps) {
+            Columns x;
+            fetch(ctx, unit);
+            if (!columns<false>(ctx, unit, x)) return;
+            float m[kMoments] = {};
 #pragma unroll
             for (u32 e = 0; e < 8; ++e) {
-                if constexpr (kScaled) n[i][e] *= gain[i][e];
-                square[0] = fmaf(n[i][e], n[i][e], square[0]);
-            }
-        }
-        // The gate's, then the second norm's: on their way during the sum before, as far as registers allow.
-        if constexpr (Op::kParts > 1) {
-#pragma unroll
-            for (u32 i = 0; i < kEarly; ++i) load_gate(i);
-        }
-#pragma unroll 1
-        for (u32 i = 0;; ++i) { // both sums in one piece of code
-            const auto meanwhile = [&] {
+                m[0] = fmaf(x.n[e], x.n[e], m[0]);
                 if constexpr (kNorms) {
-                    if (i == 0) return;
-#pragma unroll
-                    for (u32 h = 0; h < 2 * kN; ++h)
-                        factor[h] = load_here(Op::next_gain(ctx.p) + first * 4 + at(h) * 4);
+                    m[1] = fmaf(x.kept[e], x.kept[e], m[1]);
+                    m[2] = fmaf(x.kept[e], x.added[e], m[2]);
+                    m[3] = fmaf(x.added[e], x.added[e], m[3]);
                 }
-            };
-            if (!group_sum<typename Op::Group>(ctx, ctx.shared + Op::kScratch, slice, round + i, square, meanwhile))
-                return false;
-            const float r = rsqrtf(square[0] * (1.0f / Op::kWidth) + eps(i));
-            if (i == 0) {
-                square[0] = 0;
-#pragma unroll
-                for (u32 h = kEarly; h < 2 * kN; ++h) load_gate(h);
-#pragma unroll
-                for (u32 h = 0; h < 2 * kN; ++h) {
-                    s[h] = mix(s[h], n[h / 2] + h % 2 * 4, r, factor[2 * h], factor[2 * h + 1]);
-                    float x[4];
-                    unpack<4>(s[h], x);
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) square[0] = fmaf(x[e], x[e], square[0]);
-                }
-                if (kNorms) continue;
             }
-            if constexpr (kNorms) norm(ctx, token, first, s, factor, r);
-            break;
+            sum(ctx, m);
+            uint4 v = {__float_as_uint(m[0]), 0, 0, 0};
+            if constexpr (kNorms) v.y = __float_as_uint(m[1]), v.z = __float_as_uint(m[2]), v.w = __float_as_uint(m[3]);
+            if (ctx.lane == 0) Op::Moments::send(ctx, unit, 0u, v);
+            Op::Moments::publish(ctx);
         }
-        // Nobody waits for the stream, and for the places least of all: stores before a sum would hold its shuffles up.
-#pragma unroll
-        for (u32 h = 0; h < 2 * kN; ++h) Op::Out::send(ctx, token, static_cast<u64>(first) + at(h), s[h]);
-        Op::Out::publish(ctx);
-        Op::Stream::template release<2 * kN>(ctx, true, half);
-        return true;
     }
 
-    MEGAGEN_DEVICE float eps(u32 i) {
-        if constexpr (kNorms) return i == 0 ? Op::kEps : Op::kNextEps;
-        return Op::kEps;
-    }
-
-    // What is wanted after the first sum has come from HBM by then.
-    template <class Ctx>
-    MEGAGEN_DEVICE void fetch(const Ctx& ctx, u32 slice) {
-        constexpr u32 kBytes = Slice::kSlice * 4;
-        if (ctx.lane != 0 || ctx.dry) return;
-        const u8* from = Op::gate(ctx.p) + slice * kBytes;
+    // The same units: what they read has come, so that asking again takes no longer than the others' moments do.
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void compute(Ctx& ctx) {
+        const Range mine = share(ctx);
+        const u32 begin = mine.first + ctx.warp - kFirstWarp;
+        if (begin >= mine.last || !Op::In::wait(ctx) || !Op::Stream::wait(ctx)) return;
 #pragma unroll 1
-        for (u32 i = 0; i < (kNorms ? 3 : 2); ++i) {
-            ptx::bulk_prefetch_l2(from, kBytes);
-            from += Op::kWidth * 4;
+        for (u32 unit = begin; unit < mine.last; unit += kWarps) {
+            const u32 token = unit / kPieces, first = first_of(ctx, unit);
+            float gain[8];
+            if constexpr (kNorms) load_gain(Op::next_gain(ctx.p), first, gain);
+            Columns x;
+            if (!columns<true>(ctx, unit, x)) return;
+            float kept[8], added[8];
             if constexpr (kNorms) {
-                if (i == 1) from = Op::next_gain(ctx.p) + slice * kBytes;
+#pragma unroll
+                for (u32 e = 0; e < 8; ++e) kept[e] = x.kept[e] * gain[e], added[e] = x.added[e] * gain[e];
             }
+            float m[kMoments];
+            if (!Op::Moments::wait(ctx) || !moments(ctx, token, m)) return;
+            const float r = rsqrtf(m[0] * (1.0f / Op::kWidth) + Op::kEps);
+            // What others wait for comes first.
+            if constexpr (kNorms) {
+                const float square = fmaf(r * r, m[3], fmaf(2.0f * r, m[2], m[1]));
+                const float again = rsqrtf((square < 0.0f ? 0.0f : square) * (1.0f / Op::kWidth) + Op::kNextEps);
+                const auto pair = [&](u32 e) {
+                    return ptx::cvt_bf16x2(fmaf(added[e], r, kept[e]) * again,
+                                           fmaf(added[e + 1], r, kept[e + 1]) * again);
+                };
+                Op::Normed::send(ctx, token, first, uint4{pair(0), pair(2), pair(4), pair(6)});
+                Op::Normed::publish(ctx);
+            }
+            const auto out = [&](u32 e) { return __float_as_uint(fmaf(x.added[e], r, x.kept[e])); };
+#pragma unroll
+            for (u32 e = 0; e < 8; e += 4)
+                Op::Out::send(ctx, token, static_cast<u64>(first) + e,
+                              uint4{out(e), out(e + 1), out(e + 2), out(e + 3)});
+            Op::Out::publish(ctx);
         }
     }
 
-    // This lane's part of what the branch made for a token, contributions of ranks added in rank order.
+    // A block's pieces of tokens, a warp one at a time.
     template <class Ctx>
-    MEGAGEN_DEVICE bool branch(Ctx& ctx, u32 row, float (&n)[kN][8]) {
-        if constexpr (Op::kParts == 1) {
-            uint4 v[kN];
-            const bool ok = Op::In::read(ctx, v, true, [&](u32 i) { return static_cast<u64>(row) + i * Slice::kStep; });
+    MEGAGEN_DEVICE Range share(const Ctx& ctx) {
+        return ctx.rounds(share_of(ctx.tokens * kPieces, ctx.block, Ctx::Kernel::kBlocks), kWarps);
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 first_of(const Ctx& ctx, u32 unit) {
+        return unit % kPieces * kColumns + ctx.lane * 8;
+    }
+
+    // What is wanted after the moments has come from HBM by then.
+    template <class Ctx>
+    MEGAGEN_DEVICE void fetch(const Ctx& ctx, u32 unit) {
+        if constexpr (kNorms) {
+            constexpr u32 kBytes = kColumns * 4;
+            if (ctx.lane == 0 && !ctx.dry)
+                ptx::bulk_prefetch_l2(Op::next_gain(ctx.p) + unit % kPieces * kBytes, kBytes);
+        }
+    }
+
+    // kCome: what the branch made is known to be there. The rest has been there for long, and is on its way before that
+    // is waited for.
+    template <bool kCome, class Ctx>
+    MEGAGEN_DEVICE bool columns(Ctx& ctx, u32 unit, Columns& x) {
+        constexpr u64 kPartStride = static_cast<u64>(Ctx::Kernel::kTokens) * Op::kWidth;
+        constexpr bool kAsks = kCome || Op::kParts == 1;
+        const u32 first = first_of(ctx, unit), row = unit / kPieces * Op::kWidth + first;
+        const auto part = [=](u32 i) { return row + i * kPartStride; };
+        const auto half = [=](u32 i) { return static_cast<u64>(row) + 4 * i; };
+        const u8* gate = Op::gate(ctx.p) + first * 4;
+        uint4 v[Op::kParts], s[2];
+        if constexpr (kAsks) Op::In::template ask<Op::kParts>(ctx, v, part);
+        Op::Stream::template ask<2>(ctx, s, half);
+        float alpha[8], beta[8], gain[kScaled ? 8 : 1];
+        load(gate, alpha);
+        load(gate + Op::kWidth * 4, beta);
+        if constexpr (kScaled) load_gain(Op::gain(ctx.p), first, gain);
+        if (!Op::Stream::take(ctx, s, half)) return false;
 #pragma unroll
-            for (u32 i = 0; i < kN; ++i) unpack<8>(v[i], n[i]);
-            return ok;
+        for (u32 h = 0; h < 2; ++h) {
+            float old[4];
+            unpack<4>(s[h], old);
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) x.kept[4 * h + e] = old[e] * alpha[4 * h + e];
+        }
+        if constexpr (kAsks) {
+            if (!Op::In::take(ctx, v, part)) return false;
         } else {
-            // Half of the next vectors is asked for before these are added, half when the first of these are done with:
-            // as registers allow.
-            constexpr u32 kPartStride = Ctx::Kernel::kTokens * Op::kWidth;
-            constexpr u32 kBatch = kN % 2 ? 1 : 2, kHalf = (kBatch + 1) / 2;
-            u64 from = row;
-            const auto place = [&](u32 j) {
-                return from + (j / Op::kParts * Slice::kStep + j % Op::kParts * kPartStride);
-            };
-            uint4 v[kBatch * Op::kParts];
-            if (!Op::In::template await<kBatch * Op::kParts>(ctx, [](u32) { return true; }, place)) return false;
-            Op::In::template ask<kBatch * Op::kParts>(ctx, v, place);
-#pragma unroll 1
-            for (u32 i = 0;;) {
-                if (!Op::In::take(ctx, v, place)) return false;
+            if (!Op::In::read(ctx, v, true, part)) return false;
+        }
+        if constexpr (Op::kParts == 1)
+            unpack<8>(v[0], x.n);
+        else
+            sum_parts<Op::kParts>(v, x.n);
 #pragma unroll
-                for (u32 k = 0; k < kN - kBatch; ++k) copy(n[k + kBatch], n[k]);
-                i += kBatch, from += kBatch * Slice::kStep;
-                uint4 next[kHalf * Op::kParts] = {};
-                if (i < kN) Op::In::template ask<kHalf * Op::kParts>(ctx, next, place);
-#pragma unroll
-                for (u32 j = 0; j < kBatch; ++j) sum_parts<Op::kParts>(v + j * Op::kParts, n[kN - kBatch + j]);
-                if (i >= kN) break;
-                if constexpr (kBatch > kHalf) {
-                    Op::In::template ask<(kBatch - kHalf) * Op::kParts>(
-                        ctx, v + kHalf * Op::kParts, [&](u32 j) { return place(j + kHalf * Op::kParts); });
-                }
-#pragma unroll
-                for (u32 j = 0; j < kHalf * Op::kParts; ++j) v[j] = next[j];
-            }
+        for (u32 e = 0; e < 8; ++e) {
+            if constexpr (kScaled) x.n[e] *= gain[e];
+            x.added[e] = x.n[e] * beta[e];
         }
         return true;
     }
 
-    MEGAGEN_DEVICE void copy(const float (&from)[8], float (&to)[8]) {
+    // Eight consecutive fp32 weights.
+    MEGAGEN_DEVICE void load(const u8* from, float (&to)[8]) {
 #pragma unroll
-        for (u32 e = 0; e < 8; ++e) to[e] = from[e];
-    }
-
-    MEGAGEN_DEVICE uint4 mix(uint4 old, const float* n, float r, float4 alpha, float4 beta) {
-        const auto one = [&](u32 was, u32 e, float a, float b) {
-            return __float_as_uint(fmaf(a, __uint_as_float(was), b * (n[e] * r)));
-        };
-        return {one(old.x, 0, alpha.x, beta.x), one(old.y, 1, alpha.y, beta.y), one(old.z, 2, alpha.z, beta.z),
-                one(old.w, 3, alpha.w, beta.w)};
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE void norm(Ctx& ctx, u32 token, u32 first, const uint4 (&s)[2 * kN], const float4* gain, float r) {
-#pragma unroll
-        for (u32 i = 0; i < kN; ++i) {
-            u32 word[4];
-#pragma unroll
-            for (u32 h = 0; h < 2; ++h) {
-                float x[4];
-                unpack<4>(s[2 * i + h], x);
-                const float4 g = gain[2 * i + h];
-                word[2 * h] = ptx::cvt_bf16x2(x[0] * r * (1.0f + g.x), x[1] * r * (1.0f + g.y));
-                word[2 * h + 1] = ptx::cvt_bf16x2(x[2] * r * (1.0f + g.z), x[3] * r * (1.0f + g.w));
-            }
-            Op::Normed::send(ctx, token, static_cast<u64>(first) + i * Slice::kStep,
-                             uint4{word[0], word[1], word[2], word[3]});
+        for (u32 h = 0; h < 2; ++h) {
+            const float4 w = load_here(from + 16 * h);
+            to[4 * h] = w.x, to[4 * h + 1] = w.y, to[4 * h + 2] = w.z, to[4 * h + 3] = w.w;
         }
-        Op::Normed::publish(ctx);
+    }
+
+    // A token's moments: lane i adds those of pieces i, i + 32 and so on.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool moments(Ctx& ctx, u32 token, float (&m)[kMoments]) {
+        uint4 v[kVectors];
+        const u32 at = (token * kPieces + ctx.lane) * 4;
+        const auto wanted = [&](u32 i) { return 32 * i + ctx.lane < kPieces; };
+        if (!Op::Moments::read_where(ctx, v, wanted, [=](u32 i) { return static_cast<u64>(at) + i * 128; }))
+            return false;
+#pragma unroll
+        for (u32 i = 0; i < kVectors; ++i) {
+            float x[4];
+            unpack<4>(v[i], x);
+#pragma unroll
+            for (u32 j = 0; j < kMoments; ++j) m[j] = i == 0 ? x[j] : m[j] + x[j];
+        }
+        sum(ctx, m);
+        return true;
+    }
+
+    // Over lanes, in all of them.
+    template <class Ctx>
+    MEGAGEN_DEVICE void sum(const Ctx& ctx, float (&m)[kMoments]) {
+        const float own = warp_sums(m, ctx.lane);
+#pragma unroll
+        for (u32 j = 0; j < kMoments; ++j)
+            m[j] = kMoments == 1 ? own : __shfl_sync(kFullMask, own, j * (32 / kMoments));
     }
 };
 

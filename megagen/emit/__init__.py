@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _HINTS = {Hint.EVICT_NORMAL: 0, Hint.EVICT_FIRST: 1, Hint.EVICT_LAST: 2}
 WARPGROUP = 4
 EXPERTS = "ExpertGemm"
+DENSE_MATH, EXPERT_MATH = "dense_math", "expert_math"  # of several ops one after the other
 STREAM = "load_weights"  # the role of a producer
 REDUCE = "reduce"  # the role that takes accumulators
 UNBOUNDED_WAITS = "MEGAGEN_UNBOUNDED_WAITS"  # a macro of the kernel template, for final timing
@@ -166,7 +167,8 @@ def _shared(plan: Plan, a: ProgramPlan, b: ProgramPlan) -> Iterator[str]:
 
 
 def _lines(plan: Plan, program: ProgramPlan) -> Iterator[str]:
-    """A producer's streams, and what comes between them, share one loop; so do the maths of experts' GEMMs in a row."""
+    """A producer's streams, and what comes between them, share one loop; so do the maths of experts' GEMMs in a row, and
+    dense ones that read the same share that."""
     streams = [i for i, step in enumerate(program.steps) if step.call == STREAM]
     first, end = (streams[0], streams[-1] + 1) if streams else (0, 0)
     for step in program.steps[:first]:
@@ -181,20 +183,27 @@ def _lines(plan: Plan, program: ProgramPlan) -> Iterator[str]:
             yield "      break;"
         yield "  }"
         yield "});"
-    for alike, group in groupby(program.steps[end:], lambda step: _expert_math(plan, step)):
-        if alike:
-            yield from _experts(plan, list(group))
+    for together, group in groupby(program.steps[end:], lambda step: _together(plan, step)):
+        alike = list(group)
+        if together is not None and (len(alike) > 1 or together == EXPERT_MATH):
+            yield from _maths(plan, together.split()[0], alike)
         else:
-            for step in group:
+            for step in alike:
                 yield from _step(plan, step)
 
 
-def _expert_math(plan: Plan, step: StepPlan) -> bool:
-    return step.op is not None and step.call == "math" and plan.op(step.op).struct == EXPERTS
+def _together(plan: Plan, step: StepPlan) -> str | None:
+    """What it has in common with a neighbour that it shares a call with: the call, and the input."""
+    if step.op is None or step.call != "math":
+        return None
+    op = plan.op(step.op)
+    if op.struct == EXPERTS:
+        return EXPERT_MATH
+    return f"{DENSE_MATH} {op.channels.get('in') or op.tensors['in']}"
 
 
-def _experts(plan: Plan, steps: Sequence[StepPlan]) -> Iterator[str]:
-    yield f"ops::expert_math<{', '.join(map(str, (steps[0].index, *steps[0].args)))},"
+def _maths(plan: Plan, call: str, steps: Sequence[StepPlan]) -> Iterator[str]:
+    yield f"ops::{call}<{', '.join(map(str, (steps[0].index, *steps[0].args)))},"
     for step in steps:
         assert step.op is not None
         yield f"  policy::{camel(step.op)}{'>(ctx);' if step is steps[-1] else ','}{at(step.source, '  // ')}"

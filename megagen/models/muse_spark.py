@@ -293,8 +293,8 @@ def global_layer(
 
 
 def paired(stage: int, k: int) -> int:
-    """K of a unit of the router and the pooler: two stages, unless they would span all ``k``. Half as many partial sums
-    are on their way then; every block reads twice as much of its input, which is why the unpooler has one."""
+    """K of a unit of the router: two stages, unless they would span all ``k``. They are one of the pooler's, so that a
+    block reads the same of their input for both, once."""
     return 2 * stage if k % (2 * stage) == 0 and k > 2 * stage else stage
 
 
@@ -562,7 +562,7 @@ class _Builder:
         logits = self.tensor("logits", h // paired(ROUTER_UNIT, h), c.experts // 16, t, 16, dtype=DType.FP32)
         routes = self.tensor("routes", t, 2 * c.top_k, dtype=DType.U32)
         table = self.tensor("table", 1, dtype=DType.U32, scope=Scope.BLOCK)
-        pooled_partials = self.tensor("pooled_partials", h // paired(UNIT, h), m // tp // 16, t, 16, dtype=DType.FP32)
+        pooled_partials = self.tensor("pooled_partials", h // UNIT, m // tp // 16, t, 16, dtype=DType.FP32)
         pooled = self.tensor("pooled", t, m, scope=Scope.WORLD, shard_axis=1)
         expert_in = self.tensor("expert_in", t, m)
         if split == "nn":
@@ -603,7 +603,7 @@ class _Builder:
                 weights={
                     "weight": self.matrix("pooler_weight", m // tp, h, "mlp.pre_expert_proj.weight", shard=Shard.ROWS)
                 },
-                rows=m // tp, world_rows=m, k=h, unit_k=paired(UNIT, h), stage_k=UNIT,
+                rows=m // tp, world_rows=m, k=h, unit_k=UNIT,
             ),
             TopK(
                 name="top_k", inputs={"logits": logits}, outputs={"routes": routes, "table": table},

@@ -1,8 +1,9 @@
 """Dense GEMM of a few tokens: y = x W^T, weights streamed once through the ring.
 
-Work unit: 16 rows x ``unit_k`` of K, in ring stages of ``stage_k``. Eight slices of K within a stage; a slice's stages
-add up in the accumulators, slices in ascending order in the reduce role, then units in ascending K in the finish role:
-a fixed tree, whatever the placement. Where one unit spans K, the reduce role sends the result itself.
+Work unit: 16 rows x ``unit_k`` of K, in ring stages of ``stage_k``. Groups of 64 K are dealt to eight slices in turns,
+slice s has those that begin at 64 (8 i + s). A slice's groups add up in the accumulators, slices in ascending order in
+the reduce role, then units in ascending K in the finish role: a fixed tree, whatever the placement. Where one unit
+spans K, the reduce role sends the result itself.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A matrix is stored as the ring stages that the kernel streams, each of ``stage_rows`` x ``stage_k`` weights, so that a
 stage is one contiguous bulk copy. Within a stage: 16-row blocks, then eight slices of K (one a math warp), then
-groups of 64 K. Of a group, lane 4 g + t owns rows g and g + 8 and k = 16 t .. 16 t + 15, which is one NVFP4 scale
+groups of 64 K. An expert's slice is a stretch of its stage's K; a dense matrix deals groups to slices in turns, so that
+a warp has the same K of a unit whatever its stages are. Of a group, lane 4 g + t owns rows g and g + 8 and k = 16 t .. 16 t + 15, which is one NVFP4 scale
 block a row; both its MMA fragments and its loads are 16 bytes wide. With [gate; up] a row block holds 8 gate rows and
 the 8 matching up rows. Vectors are plain fp32. A matrix of an op that streams none (the embedding) stays as it is,
 row after row.
@@ -83,12 +84,20 @@ class Tiles:
         """Groups of a slice."""
         return self.stage_k // SLICES // GROUP_K
 
+    @property
+    def dealt(self) -> bool:
+        """Groups of K go to slices in turns: slice s has the 64 that begin at 64 (8 i + s), for each i."""
+        return self.chunk_major
+
     def split(self, matrix: torch.Tensor, *last: int) -> torch.Tensor:
         """[rows, n] as [chunk, row group, row block, slice, group, h, g, t, *last], the first two swapped for experts:
         row 8 h + g of a block (h = 0 gate, 1 up, with both stacked), and ``last`` what a lane owns of a group's K."""
         groups, blocks = self.rows // self.stage_rows, self.stage_rows // 16
         rows = (2, groups, blocks, 8) if self.gate_up else (groups, blocks, 2, 8)
-        x = matrix.reshape(*rows, self.k // self.stage_k, SLICES, self.groups, 4, *last)
+        if self.dealt:
+            x = matrix.reshape(*rows, self.k // self.stage_k, self.groups, SLICES, 4, *last).transpose(5, 6)
+        else:
+            x = matrix.reshape(*rows, self.k // self.stage_k, SLICES, self.groups, 4, *last)
         x = x.permute(*((1, 2, 0, 3) if self.gate_up else (0, 1, 2, 3)), *range(4, x.ndim))
         # [row group, block, h, g, chunk, slice, group, t, *last]
         outer = (4, 0) if self.chunk_major else (0, 4)
@@ -98,7 +107,8 @@ class Tiles:
         """Inverse of :meth:`split`: [rows, n]."""
         chunk, group = (0, 1) if self.chunk_major else (1, 0)
         head = (5, group, 2, 6) if self.gate_up else (group, 2, 5, 6)
-        return parts.permute(*head, chunk, 3, 4, 7, *range(8, parts.ndim)).reshape(self.rows, -1)
+        k = (4, 3) if self.dealt else (3, 4)
+        return parts.permute(*head, chunk, *k, 7, *range(8, parts.ndim)).reshape(self.rows, -1)
 
 
 def pack_dense(tiles: Tiles, matrix: torch.Tensor) -> torch.Tensor:

@@ -33,9 +33,12 @@ class TopK(Op):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
-            RoleSpec(name="select", warps=(1,), reads=("logits",), writes=("routes",), hands_back=("logits",)),
+            RoleSpec(
+                name="select", warps=(1,), reads=("logits",), writes=("routes",), hands_back=("logits",),
+                regions=("scratch",),
+            ),
             RoleSpec(name="tables", warps=(1,), reads=("routes",), writes=("table",), every_block=True),
-        )
+        )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:
         return {
@@ -46,6 +49,9 @@ class TopK(Op):
             "kSumEps": self.eps,
             "kScale": self.scale,
         }
+
+    def shared(self) -> Mapping[str, int]:
+        return {"scratch": 4 * (3 * self.k + self.experts)}  # the k ids, twice, k weights, and all probabilities
 
     def publishes(self, role: str) -> tuple[int, Per]:
         return 1, "token"

@@ -33,7 +33,7 @@ from megagen.weights import fast, shards
 from megagen.weights.checkpoint import Checkpoint, Source
 from megagen.weights.shards import Buffers
 
-VERSION = 1  # of the layouts that ops/packing.py describes, of what ops make of vectors, and of the files
+VERSION = 2  # of the layouts that ops/packing.py describes, of what ops make of vectors, and of the files
 BATCH = 4 << 20  # bytes that a job reads at once, if a row of ring stages is not more
 JOBS = 8  # at a time, at most, each reading, packing or writing; else one more than there are cores
 ALIGN = 4096  # of the first tensor in a file

@@ -15,6 +15,11 @@ using i64 = long long;
 constexpr u32 kFullMask = 0xffffffffu;
 constexpr u32 kMaxRanks = 8;
 
+template <class A, class B>
+constexpr bool kSame = false;
+template <class A>
+constexpr bool kSame<A, A> = true;
+
 // What every kernel gets beside its tensors. Mirrored by megagen/runtime.
 struct System {
     u8* heap[kMaxRanks];       // each live rank's exchange memory

@@ -88,8 +88,8 @@ MEGAGEN_DEVICE void sum_parts(const uint4* v, float (&sum)[8]) {
 // may not be chosen.
 MEGAGEN_DEVICE u32 order_key(float x) {
     const u32 bits = __float_as_uint(x);
-    if (x != x) return 1;
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    const u32 key = bits ^ (static_cast<u32>(static_cast<int>(bits) >> 31) | 0x80000000u);
+    return x != x ? 1 : key;
 }
 
 // Four fp32 weights, loaded where this stands. A load of constants may be moved, out of a loop over tokens or up to

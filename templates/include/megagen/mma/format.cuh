@@ -1,6 +1,7 @@
 // Weight formats: how a lane turns its bytes of a ring stage into MMA A operands.
 //
-// A stage holds row blocks of 16 rows; a row block eight slices of K, one a math warp; a slice groups of 64 k. In a
+// A stage holds row blocks of 16 rows; a row block eight slices of K, one a math warp; a slice groups of 64 k, which of
+// an expert's stage lie in a row, and of a dense GEMM's are dealt to the slices in turns. In a
 // group, lane (g = lane / 4, t = lane % 4) owns rows g and g + 8 at k = 16 t .. 16 t + 15, so that its B operands are
 // 32 consecutive bytes of a token's bf16 row, and an NVFP4 block (16 k) has one owner a row.
 #pragma once
@@ -40,10 +41,9 @@ template <>
 struct Format<WeightFormat::kBf16> {
     static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k * 2; }
 
-    // acc += A(groups of one slice at `slice`) * b. `first`: index of the first group in the accumulator chains.
+    // acc += A(kGroups groups of one slice at `slice`) * b, as many.
     template <u32 kGroups, u32 kTiles>
-    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane,
-                                 const u32 (&b)[kGroups][kTiles][kGroupWords]) {
+    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane, const u32 (*b)[kTiles][kGroupWords]) {
 #pragma unroll
         for (u32 q = 0; q < kGroups; ++q) {
 #pragma unroll
@@ -62,8 +62,7 @@ struct Format<WeightFormat::kFp32> {
     static __device__ __forceinline__ constexpr u32 slice_bytes(u32 k) { return 16 * k * 4; }
 
     template <u32 kGroups, u32 kTiles>
-    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane,
-                                 const u32 (&b)[kGroups][kTiles][kGroupWords]) {
+    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane, const u32 (*b)[kTiles][kGroupWords]) {
 #pragma unroll
         for (u32 q = 0; q < kGroups; ++q) {
 #pragma unroll
@@ -98,8 +97,7 @@ struct Format<WeightFormat::kNvfp4> {
     }
 
     template <u32 kGroups, u32 kTiles>
-    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane,
-                                 const u32 (&b)[kGroups][kTiles][kGroupWords]) {
+    MEGAGEN_DEVICE void multiply(Accumulators<kTiles>& acc, u32 slice, u32 lane, const u32 (*b)[kTiles][kGroupWords]) {
         u32 scales[(kGroups + 1) / 2];
         const u32 scale_base = slice + kGroups * 512 + lane * kGroups * 2;
         if constexpr (kGroups == 1) {

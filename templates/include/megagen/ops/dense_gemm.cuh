@@ -2,7 +2,7 @@
 #pragma once
 
 #include <megagen/mem/operand.cuh>
-#include <megagen/mem/row.cuh>
+#include <megagen/mem/partials.cuh>
 #include <megagen/ops/stream.cuh>
 
 namespace megagen::ops {
@@ -136,39 +136,73 @@ struct DenseGemm {
         Stream::template prefetch_l2<kFirst, kLast, static_cast<Hint>(Op::kL2Hint)>(ctx);
     }
 
+    // Of a chunk of K what a math warp multiplies by: as groups are dealt in turns, a matter of the unit's K alone.
+    static constexpr u32 kAllGroups = kStages * kGroups;
+    template <class Ctx>
+    static constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
+    template <class Ctx>
+    using Operand = u32[kAllGroups][kTiles<Ctx>][kGroupWords];
+
+    template <class Ctx>
+    MEGAGEN_DEVICE bool load(Ctx& ctx, u32 slice, u32 chunk, Operand<Ctx>& b) {
+        u32 row[kTiles<Ctx>]; // a column without a token multiplies the first one's: nobody takes what it makes
+#pragma unroll
+        for (u32 t = 0; t < kTiles<Ctx>; ++t) {
+            const u32 token = t * 8 + ctx.lane / 4;
+            row[t] = (token < ctx.tokens ? token : 0) * Op::kK + chunk * Op::kUnitK + slice * kGroup;
+        }
+        return load_operand<typename Op::In, kAllGroups, kTiles<Ctx>>(ctx, b[0][0], row,
+                                                                      [](u32 i) { return i * (kSlices * kGroup); });
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE bool multiply_unit(Ctx& ctx, u32 slice, const Operand<Ctx>& b) {
+        Accumulators<kTiles<Ctx>> acc;
+#pragma unroll
+        for (u32 s = 0; s < kStages; ++s) {
+            if (!Ctx::Ring::acquire(ctx)) return false;
+            Weights::template multiply<kGroups, kTiles<Ctx>>(
+                acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup), ctx.lane, b + s * kGroups);
+            Ctx::Ring::release(ctx, acc.sum(0, 0));
+        }
+        return Ctx::Accum::put(ctx, slice, acc);
+    }
+
     // Warps kFirstWarp .. kFirstWarp + 7, a slice of K each.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void math(Ctx& ctx) {
-        constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8;
         if (!Op::In::wait(ctx)) return;
         const u32 slice = ctx.warp - kFirstWarp;
         const u32 n = Tiles::units(ctx);
 #pragma unroll 1
         for (u32 i = 0; i < n;) { // a chunk at a time
             const u32 chunk = Tiles::unit(ctx, i).chunk;
-            u32 row[kTiles]; // a column without a token multiplies the first one's: nobody takes what it makes
-#pragma unroll
-            for (u32 t = 0; t < kTiles; ++t) {
-                const u32 token = t * 8 + ctx.lane / 4;
-                row[t] = (token < ctx.tokens ? token : 0) * Op::kK + chunk * Op::kUnitK + slice * kGroups * kGroup;
-            }
-            u32 b[kStages][kGroups][kTiles][kGroupWords]; // declared here, or it would take registers before
-            if (!load_operand<typename Op::In, kStages * kGroups, kTiles>(
-                    ctx, b[0][0][0], row, [](u32 i) { return i / kGroups * Op::kStageK + i % kGroups * kGroup; }))
-                return;
+            Operand<Ctx> b; // declared here, or it would take registers before
+            if (!load(ctx, slice, chunk, b)) return;
 #pragma unroll 1
             do {
-                Accumulators<kTiles> acc;
-#pragma unroll
-                for (u32 s = 0; s < kStages; ++s) {
-                    if (!Ctx::Ring::acquire(ctx)) return;
-                    Weights::template multiply<kGroups, kTiles>(
-                        acc, Ctx::Ring::stage(ctx) + slice * Weights::slice_bytes(kGroups * kGroup), ctx.lane, b[s]);
-                    Ctx::Ring::release(ctx, acc.sum(0, 0));
-                }
-                if (!Ctx::Accum::put(ctx, slice, acc)) return;
+                if (!multiply_unit(ctx, slice, b)) return;
             } while (++i < n && Tiles::unit(ctx, i).chunk == chunk);
         }
+    }
+
+    // The chunk that all of a block's units are of, if it has any; where kOneChunk.
+    template <class Ctx>
+    static constexpr bool kOneChunk = !kClustered && (kChunks == 1 || Tiles::template team<Ctx::Kernel::kBlocks>() > 0);
+
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 chunk_of(const Ctx& ctx) {
+        if constexpr (kChunks == 1) return 0;
+        return ctx.block / Tiles::template team<Ctx::Kernel::kBlocks>();
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE bool multiply_all(Ctx& ctx, u32 slice, const Operand<Ctx>& b) {
+#pragma unroll 1
+        for (u32 n = Tiles::units(ctx); n > 0; --n) {
+            if (!multiply_unit(ctx, slice, b)) return false;
+        }
+        return true;
     }
 
     // How a reduce warp sends kMine n8 tiles of tokens of each of its units, partial sums of fp32: what is the same for
@@ -270,9 +304,9 @@ struct DenseGemm {
     // tile, they take turns.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void reduce(Ctx& ctx) {
-        constexpr u32 kTiles = (Ctx::Kernel::kTokens + 7) / 8, kTakers = Ctx::Accum::kTakers;
-        constexpr u32 kMine = kTakers < kTiles ? kTiles : 1;
-        const bool turns = kTakers > kTiles || (kTakers > 1 && ctx.tokens <= 8);
+        constexpr u32 kAll = kTiles<Ctx>, kTakers = Ctx::Accum::kTakers;
+        constexpr u32 kMine = kTakers < kAll ? kAll : 1;
+        const bool turns = kTakers > kAll || (kTakers > 1 && ctx.tokens <= 8);
         const u32 taker = kTakers == 1 ? 0 : ctx.warp - kFirstWarp, tile = turns ? 0 : taker;
         const Range run = ctx.rounds(Tiles::run(ctx));
         auto out = outgoing<kMine>(ctx, run.first, tile, taker);
@@ -306,7 +340,7 @@ struct DenseGemm {
             mine.first += ctx.block % stride;
         }
         mine = ctx.rounds(mine, stride);
-        constexpr u32 kBatch = kChunks % 4 ? kChunks : 4; // sums on their way at once
+        constexpr u32 kBatch = chunk_batch<kChunks>(); // sums on their way at once
         const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;
         const bool valid = token < ctx.tokens;
 #pragma unroll 1
@@ -336,5 +370,34 @@ struct DenseGemm {
         }
     }
 };
+
+// What a block's warps multiply by in one they multiply by in the other.
+template <class Ctx, class A, class B>
+constexpr bool kSameOperand = kSame<typename A::In, typename B::In> && A::kK == B::kK && A::kUnitK == B::kUnitK &&
+                              DenseGemm<A>::template kOneChunk<Ctx> && DenseGemm<B>::template kOneChunk<Ctx> &&
+                              DenseGemm<A>::Tiles::template team<Ctx::Kernel::kBlocks>() ==
+                                  DenseGemm<B>::Tiles::template team<Ctx::Kernel::kBlocks>();
+
+// Role math of one op after the other, which are steps kStep, kStep + 1, ... and read the same. Where they take the
+// same of it, it is read once.
+template <u32 kStep, u32 kFirstWarp, DenseGemmPolicy First, DenseGemmPolicy... Rest, class Ctx>
+MEGAGEN_DEVICE void dense_math(Ctx& ctx) {
+    using Gemm = DenseGemm<First>;
+    ctx.enter(kStep);
+    if constexpr (sizeof...(Rest) == 0) {
+        Gemm::template math<kFirstWarp>(ctx);
+    } else if constexpr (!(kSameOperand<Ctx, First, Rest> && ...)) {
+        Gemm::template math<kFirstWarp>(ctx);
+        dense_math<kStep + 1, kFirstWarp, Rest...>(ctx);
+    } else {
+        if (!First::In::wait(ctx)) return;
+        const u32 slice = ctx.warp - kFirstWarp;
+        if (Gemm::Tiles::units(ctx) + (0 + ... + DenseGemm<Rest>::Tiles::units(ctx)) == 0) return;
+        typename Gemm::template Operand<Ctx> b;
+        if (!Gemm::load(ctx, slice, Gemm::chunk_of(ctx), b) || !Gemm::multiply_all(ctx, slice, b)) return;
+        u32 step = kStep;
+        (void)((ctx.enter(++step), DenseGemm<Rest>::multiply_all(ctx, slice, b)) && ...);
+    }
+}
 
 } // namespace megagen::ops

@@ -62,6 +62,7 @@ concept TopKPolicy = requires {
     Op::kMultiplier;
     Op::kSumEps;
     Op::kScale;
+    Op::kScratch;
     typename Op::Logits;
     typename Op::Routes;
     typename Op::Table;
@@ -74,11 +75,21 @@ struct TopK {
     static_assert(Op::kExperts <= 32 * kPer && Op::kExperts % kPer == 0 && Op::kTopK == 8,
                   "one warp ranks a token's experts");
 
+    // Shared memory of a token's selection: the experts found, what leaves, and every expert's probability.
+    static constexpr u32 kFound = Op::kScratch, kMessage = kFound + 4 * Op::kTopK, kAll = kMessage + 8 * Op::kTopK;
+
+    // As __expf and __fdividef make it, whose care for the largest and least numbers changes nothing here.
+    MEGAGEN_DEVICE float sigmoid(float x) { return ptx::reciprocal(1.0f + ptx::exp2(x * -1.44269502f)); }
+
+    // A warp alone waits for each instruction that it meets for the first time: there are few between the logits and
+    // the routes.
     template <class Ctx>
     MEGAGEN_DEVICE void select(Ctx& ctx) {
         if (!Op::Logits::wait(ctx)) return;
         const Range mine = ctx.rounds(share_of(ctx.tokens, ctx.block, Ctx::Kernel::kBlocks));
         const bool valid = ctx.lane * kPer < Op::kExperts;
+        const u32 below = (1u << ctx.lane) - 1, slot = ctx.lane % Op::kTopK;
+        const u32 own = ctx.shared + 4 * slot;
         float bias[kPer] = {};
         if (valid) {
 #pragma unroll
@@ -90,74 +101,74 @@ struct TopK {
 #pragma unroll 1
         for (u32 token = mine.first; token < mine.last; ++token) {
             constexpr u32 kBatch = Op::kChunks % 8 == 0 ? 8 : Op::kChunks % 4 == 0 ? 4 : Op::kChunks;
-            float p[kPer] = {};
-#pragma unroll 1
-            for (u32 c = 0; c < ctx.rounds(Op::kChunks, kBatch); c += kBatch) {
-                uint4 v[2 * kBatch];
+            u32 forced = Op::kExperts; // asked for before the logits have come
+            if (ctx.p.sys.route_override != nullptr)
+                forced = ptx::ld_relaxed_gpu(ctx.p.sys.route_override + token * Op::kTopK + slot);
+            const auto from = [&](u32 c) {
                 const u32 row_block = valid ? ctx.lane / 2 : 0, half = ctx.lane % 2 * 8;
                 const u32 first =
                     ((c * (Op::kExperts / kRowBlock) + row_block) * Ctx::Kernel::kTokens + token) * kRowBlock + half;
-                const auto index = [&](u32 i) {
+                return [=](u32 i) {
                     return static_cast<u64>(first) + (i / 2 * (Op::kExperts * Ctx::Kernel::kTokens) + i % 2 * 4);
                 };
-                if (!Op::Logits::read(ctx, v, true, index)) return;
-                Op::Logits::template release<2 * kBatch>(ctx, valid, index);
+            };
+            float p[kPer];
+#pragma unroll
+            for (float& x : p) x = -0.0f; // whatever is added to it stays as it is
+#pragma unroll 1
+            for (u32 c = 0; c < ctx.rounds(Op::kChunks, kBatch); c += kBatch) {
+                uint4 v[2 * kBatch];
+                if (!Op::Logits::read(ctx, v, true, from(c))) return;
 #pragma unroll
                 for (u32 i = 0; i < kBatch; ++i) add_row(p, v[2 * i], v[2 * i + 1]);
             }
             u32 keys[kPer];
 #pragma unroll
             for (u32 i = 0; i < kPer; ++i) {
-                p[i] = __fdividef(1.0f, 1.0f + __expf(-(p[i] * Op::kMultiplier)));
+                p[i] = sigmoid(p[i] * Op::kMultiplier);
                 keys[i] = valid ? order_key(p[i] + bias[i]) : 0; // 0: taken already
             }
-            u32 id = 0; // lane s: the expert of slot s
+            if (valid) {
+#pragma unroll
+                for (u32 h = 0; h < 2; ++h)
+                    ptx::st_shared_f4(ctx.shared + kAll + (ctx.lane * kPer + 4 * h) * 4,
+                                      {p[4 * h], p[4 * h + 1], p[4 * h + 2], p[4 * h + 3]});
+            }
 #pragma unroll 1
-            for (u32 slot = 0; slot < Op::kTopK; ++slot) {
-                u32 most[kPer];
-#pragma unroll
-                for (u32 i = 0; i < kPer; ++i) most[i] = keys[i];
-#pragma unroll
-                for (u32 d = kPer / 2; d > 0; d /= 2) {
-#pragma unroll
-                    for (u32 i = 0; i < d; ++i) most[i] = most[i + d] > most[i] ? most[i + d] : most[i];
-                }
-                const u32 best = most[0];
-                const u32 top = __reduce_max_sync(kFullMask, best);
-                const u32 winner = __ffs(__ballot_sync(kFullMask, best == top)) - 1;
+            for (u32 found = 0; found < Op::kTopK; ++found) {
+                const auto most = [](u32 a, u32 b) { return a > b ? a : b; }; // of three at once
+                const u32 low = most(most(keys[0], keys[1]), keys[2]), high = most(most(keys[3], keys[4]), keys[5]);
+                const u32 best = most(most(low, high), most(keys[6], keys[7]));
                 u32 at = 0;
+                const u32 top = __reduce_max_sync(kFullMask, best);
 #pragma unroll
-                for (u32 i = kPer; i-- > 0;) at = keys[i] == top ? i : at;
+                for (u32 i = kPer; i-- > 0;) at = keys[i] == best ? i : at; // not of `top`, which is on its way
+                const u32 equals = __ballot_sync(kFullMask, best == top);
+                const bool winner = best == top && (equals & below) == 0;
 #pragma unroll
                 for (u32 i = 0; i < kPer; ++i) {
-                    if (ctx.lane == winner && at == i) keys[i] = 0; // no need to wait for what the others are told
+                    if (winner && at == i) keys[i] = 0;
                 }
-                const u32 chosen = __shfl_sync(kFullMask, ctx.lane * kPer + at, winner);
-                if (ctx.lane == slot) id = chosen;
+                if (winner) ptx::st_shared_u32(ctx.shared + kFound + 4 * found, ctx.lane * kPer + at);
             }
-            if (ctx.p.sys.route_override != nullptr) { // a row forces all of a token's experts or none
-                const u32 slot = ctx.lane % Op::kTopK;
-                const u32 forced = ptx::ld_relaxed_gpu(ctx.p.sys.route_override + token * Op::kTopK + slot);
-                if (__all_sync(kFullMask, forced < Op::kExperts) && ctx.lane < Op::kTopK) id = forced;
-            }
-            float mine_p = 0, sum = 0;
+            __syncwarp();
+            u32 id = ptx::ld_shared_u32(own + kFound);
+            if (__all_sync(kFullMask, forced < Op::kExperts)) id = forced; // a row forces all experts or none
+            const float chosen = ptx::ld_shared_f32(ctx.shared + kAll + 4 * id);
+            float sum = -0.0f;
 #pragma unroll
-            for (u32 i = 0; i < kPer; ++i) {
-                const float theirs = __shfl_sync(kFullMask, p[i], id / kPer);
-                if (id % kPer == i) mine_p = theirs;
+            for (u32 i = 0; i < Op::kTopK; ++i) sum += __shfl_sync(kFullMask, chosen, i);
+            if (ctx.lane < Op::kTopK) {
+                ptx::st_shared_u32(own + kMessage, id);
+                ptx::st_shared_f32(own + kMessage + 4 * Op::kTopK, __fdividef(chosen, sum + Op::kSumEps) * Op::kScale);
             }
-#pragma unroll
-            for (u32 slot = 0; slot < Op::kTopK; ++slot) sum += __shfl_sync(kFullMask, mine_p, slot);
-            const u32 weight = __float_as_uint(__fdividef(mine_p, sum + Op::kSumEps) * Op::kScale);
-            u32 word[4]; // lanes 0 and 1 have four ids each, 2 and 3 four weights
-#pragma unroll
-            for (u32 i = 0; i < 4; ++i) {
-                const u32 from = ctx.lane % 2 * 4 + i;
-                const u32 chosen = __shfl_sync(kFullMask, id, from), weighs = __shfl_sync(kFullMask, weight, from);
-                word[i] = ctx.lane < 2 ? chosen : weighs;
-            }
-            if (ctx.lane < 4) Op::Routes::send(ctx, token, ctx.lane * 4, uint4{word[0], word[1], word[2], word[3]});
+            __syncwarp();
+            if (ctx.lane < Op::kTopK / 2) // four ids or weights each
+                Op::Routes::send(ctx, token, ctx.lane * 4, ptx::ld_shared_v4(ctx.shared + kMessage + 16 * ctx.lane));
             Op::Routes::publish(ctx);
+#pragma unroll 1
+            for (u32 c = 0; c < Op::kChunks; c += kBatch) // nobody waits
+                Op::Logits::template release<2 * kBatch>(ctx, valid, from(c));
         }
     }
 

@@ -12,6 +12,13 @@ MEGAGEN_DEVICE float exp2(float x) {
     return y;
 }
 
+// 1 / x, nearly; subnormal numbers are zero, before and after.
+MEGAGEN_DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 // Rounds to nearest even; NaN becomes 0x7fff.
 MEGAGEN_DEVICE u32 cvt_bf16x2(float low, float high) {
     u32 v;

@@ -12,6 +12,11 @@ MEGAGEN_DEVICE float exp2(float x) {
     return y < 0x1p-126 ? 0.0f : settled(float(y));
 }
 
+MEGAGEN_DEVICE float reciprocal(float x) {
+    const auto flushed = [](float v) { return std::fabs(v) < 0x1p-126f ? std::copysign(0.0f, v) : v; };
+    return settled(flushed(1.0f / flushed(x)));
+}
+
 // To nearest, ties to even; NaN becomes 0x7fff. `x` may have more bits than fp32: it is rounded once.
 inline u32 to_bf16(double x) {
     if (x != x) return 0x7fff;

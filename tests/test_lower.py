@@ -46,7 +46,7 @@ ROLES = {  # ops in graph order, roles in the order in which one warp runs them
     "pooler": ("load_weights", "math", "reduce", "finish"), "top_k": ("select", "tables"),
     "pre_expert_norm": ("compute",), "gate_up": ("load_weights", "math", "reduce"),
     "down": ("load_weights", "math", "reduce"), "combine": ("compute",),
-    "unpooler": ("load_weights", "math", "reduce", "finish"), "residual": ("compute",),
+    "unpooler": ("load_weights", "math", "reduce", "finish"), "residual": ("measure", "compute"),
 }  # fmt: skip
 NEEDS_TABLE = {"gate_up", "down", "combine"}
 STAGE = {  # 16-row blocks by K: stage bytes and tiles follow from the model's dimensions
@@ -86,7 +86,7 @@ class Placement:
         for op, names in ROLES.items():
             for role in names:
                 roles[op, role] = {
-                    "load_weights": (producer,), "math": math, "compute": math, "reduce": (reducer,),
+                    "load_weights": (producer,), "math": math, "measure": math, "compute": math, "reduce": (reducer,),
                     "finish": (finisher,), "select": (selector,), "tables": (house,),
                 }[role]  # fmt: skip
         return roles
@@ -262,7 +262,7 @@ def check_programs(p: Placement, plan: Plan) -> None:
             assert list(dict.fromkeys(mine)) == want
             # only a load is cut in parts
             assert all(n == 1 for (_, call), n in Counter(mine).items() if call != "load_weights")
-            for s in calls(program, "math", "compute"):
+            for s in calls(program, "math", "measure", "compute"):
                 assert s.args == (p.warps[-1],)
             names = [s.call for s in program]
             attach = names.index("attach")

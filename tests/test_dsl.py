@@ -106,7 +106,8 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
             name = {
                 "load_weights": "loads", "math": "math", "reduce": "math", "finish": "finish", "select": "top_k",
                 "tables": "top_k", "measure": "gate", "compute": "gate" if step.op == "residual" else "norms",
-                "reset": "reset", "trigger": "launch", "warm_code": "warm", "warm_next": "warm_next", "prefetch_guess": "guess",
+                "reset": "reset", "trigger": "launch", "warm_code": "warm", "warm_next": "warm_next",
+                "prefetch_guess": "guess",
             }.get(step.call)  # fmt: skip
             if step.rehearsal is not None:
                 seen.setdefault("dry_run", set()).add(step.rehearsal.line)

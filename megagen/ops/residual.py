@@ -17,12 +17,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
+from megagen.ops.row import PIECE
 
 if TYPE_CHECKING:
     import torch
-
-
-PIECE = 256  # columns of a unit: a vector of 16 bytes a lane (ops/residual.cuh)
 
 
 class Residual(Op):

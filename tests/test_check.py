@@ -68,8 +68,8 @@ def test_checking_takes_no_time() -> None:
 
 
 def test_a_fence_behind_bulk_loads_is_priced_at_its_line() -> None:
-    """Fused, all seven RANK hand-offs of the option; unfused, only those whose own kernel streams weights."""
-    for fused, expected in ((True, 7), (False, 3)):
+    """Fused, all eight RANK hand-offs of the option; unfused, only those whose own kernel streams weights."""
+    for fused, expected in ((True, 8), (False, 3)):
         warnings = [f for f in check(shipped(fused, (("sync", "counter"),))) if f.level == "warning"]
         assert len(warnings) == expected
         for f in warnings:
@@ -300,7 +300,10 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
     # mbarriers
     "count": (part("barriers", "accum_full", count=7), "mbarriers", ("accum_full expects 7", "makes 8")),
     "ring consumers": (part("barriers", "ring_empty", count=7), "mbarriers", ("ring_empty", "8 consumers")),
-    "group": (part("barriers", "group_combine", count=9), "mbarriers", ("group_combine", "combine.compute", "8")),
+    "group": (
+        part("barriers", "group_pre_ffn_norm", count=9), "mbarriers",
+        ("group_pre_ffn_norm", "pre_ffn_norm.compute", "8"),
+    ),
     "table": (part("barriers", "table_ready", count=2), "mbarriers", ("table_ready expects 2", "top_k.tables makes 1")),
     "twice": (
         step("router", "math", uses(count=2, only=lambda u: u.barrier == "ring_empty" and u.action == "arrive")),
@@ -541,7 +544,7 @@ def test_what_only_a_busy_block_waits_for_orders_nothing(name: str) -> None:
     s.assign(
         [g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=s.warps(at["compute"], at["compute"] + 8)
     )
-    s.assign(g.residual, measure=s.warps(at["compute"], at["compute"] + 8))
+    s.assign([g.combine, g.residual], measure=s.warps(at["compute"], at["compute"] + 8))
     s.reset(by=s.warp(at["reset"]))
     edges = {
         "routes": g.top_k.select >> g.top_k.tables, "pooled_partials": g.pooler.reduce >> g.pooler.finish,
@@ -669,7 +672,7 @@ def placements(draw: st.DrawFn, *, legal: bool) -> Schedule:
     s.assign(g.unpooler, finish=draw(anywhere))
     s.assign(g.top_k, select=draw(anywhere), tables=draw(anywhere))
     s.assign([g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=math)
-    s.assign(g.residual, measure=math)
+    s.assign([g.combine, g.residual], measure=math)
     s.reset(by=draw(anywhere))
     s.accumulators(draw(st.integers(1, 3)))
     names = [op.name for op in g.ops]
@@ -723,10 +726,10 @@ def test_the_checker_and_the_block_agree_about_deadlocks(schedule: Schedule, sta
 def test_a_role_short_of_registers_is_warned_about() -> None:
     plan = lower(load("muse_moe.py"))
     assert not [f for f in check(plan) if f.level == "warning"]
-    launch = plan.launch.model_copy(update={"registers": (136, 152)})
-    (short,) = [f for f in check(plan.model_copy(update={"launch": launch})) if "combine" in f.message]
+    launch = plan.launch.model_copy(update={"registers": (136, 120)})
+    (short,) = [f for f in check(plan.model_copy(update={"launch": launch})) if "down" in f.message]
     assert short.level == "warning"
-    assert "152" in short.message
+    assert "120" in short.message
 
 
 def test_a_fault_and_math_with_two_programs_are_warned_about() -> None:

@@ -45,7 +45,7 @@ ROLES = {  # ops in graph order, roles in the order in which one warp runs them
     "pre_ffn_norm": ("compute",), "router": ("load_weights", "math", "reduce"),
     "pooler": ("load_weights", "math", "reduce", "finish"), "top_k": ("select", "tables"),
     "pre_expert_norm": ("compute",), "gate_up": ("load_weights", "math", "reduce"),
-    "down": ("load_weights", "math", "reduce"), "combine": ("compute",),
+    "down": ("load_weights", "math", "reduce"), "combine": ("measure", "compute"),
     "unpooler": ("load_weights", "math", "reduce", "finish"), "residual": ("measure", "compute"),
 }  # fmt: skip
 NEEDS_TABLE = {"gate_up", "down", "combine"}
@@ -461,7 +461,7 @@ def test_arrivals_are_what_writers_publish(tp: int, split: str) -> None:
     plan = Placement(tp=tp, split=split, local="counter", partials="counter", exchange="flag").plan()
     found = {c.name: (c.arrivals, c.arrivals_per) for c in plan.channels if c.kind in ("counter", "flag")}
     assert found == {
-        "normed": (8, "token"), "expert_in": (8, "token"), "combined": (8, "token"),  # eight warps a token
+        "normed": (8, "token"), "expert_in": (8, "token"), "combined": (16, "token"),  # eight warps a token
         "pooled_partials": (4 * 256 // tp, "launch"), "unpooled_partials": (4 * 512 // tp, "launch"),  # a unit each
         "pooled": (256 // tp, "launch"), "unpooled": (512 // tp, "launch"),  # a row block each
         # a stage of 16 rows with K = 4096; of 128 rows with K = 512

@@ -3,8 +3,8 @@
 Input-scaled norm of each slot, before its routing weight: y = bf16(x * (1 + w)), n = bf16(y * rsqrt(mean(y^2) + eps));
 out = bf16(sum over slots, ascending, of weight * n in fp32). Sharded-K contributions are summed first, in rank order.
 
-A unit is a token's 256 columns, all slots. The measure role sends its sums of y^2, a slot each; the compute role adds those
-of a row, in a tree over the pieces that its width alone decides.
+A unit is a token's 256 columns, all slots. The measure role sends its sums of y^2, a slot each; the compute role adds
+those of a row, in a tree over the pieces that its width alone decides.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ class Combine(Op):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
-            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "table"), writes=("moments",)),
-            RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "routes", "table", "moments"), writes=("out",)),
-        )
+            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "table"), writes=("moments",), registers=96),
+            RoleSpec(
+                name="compute", warps=(8,), align=4, reads=("in", "routes", "table", "moments"), writes=("out",),
+                registers=96,
+            ),
+        )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:
         return {"kWidth": self.width, "kTopK": self.top_k, "kEps": self.eps, "kParts": self.parts}

@@ -44,8 +44,10 @@ class Residual(Op):
     def roles(self) -> tuple[RoleSpec, ...]:
         writes = ("out", "normed") if "normed" in self.outputs else ("out",)
         return (
-            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "stream"), writes=("moments",)),
-            RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "stream", "moments"), writes=writes),
+            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "stream"), writes=("moments",), registers=112),
+            RoleSpec(
+                name="compute", warps=(8,), align=4, reads=("in", "stream", "moments"), writes=writes, registers=112
+            ),
         )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:

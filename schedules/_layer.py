@@ -51,7 +51,7 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     s.assign(finished, finish=finisher)
     s.assign(g.attention, attend=math, merge=math)
     s.assign([g.post_attention, g.pre_expert_norm, g.combine, g.residual], compute=math)
-    s.assign([g.post_attention, g.residual], measure=math)
+    s.assign([g.post_attention, g.combine, g.residual], measure=math)
     s.assign(g.top_k, select=finisher if swap else tables, tables=tables)
     s.reset(by=tables)
 
@@ -113,6 +113,7 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
     s.sync(g.pre_expert_norm >> g.gate_up, local)
     s.sync(g.gate_up >> g.down, exchange)
     s.sync(g.down >> g.combine, exchange)
+    s.sync(g.combine.measure >> g.combine.compute, local)
     s.sync(g.combine >> g.unpooler, local)
     s.sync(g.unpooler >> g.residual, exchange)
     s.sync(g.residual.measure >> g.residual.compute, local)

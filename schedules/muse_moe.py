@@ -45,7 +45,7 @@ def schedule(
     s.assign(dense, finish=finisher)
     s.assign(g.top_k, select=finisher if swap else tables, tables=tables)
     s.assign([g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=math)
-    s.assign(g.residual, measure=math)
+    s.assign([g.combine, g.residual], measure=math)
     s.reset(by=tables)
     s.accumulators(s.choice("accumulators", 2, 4))
 
@@ -79,6 +79,7 @@ def schedule(
     s.sync(g.pre_expert_norm >> g.gate_up, local)
     s.sync(g.gate_up >> g.down, exchange)
     s.sync(g.down >> g.combine, exchange)
+    s.sync(g.combine.measure >> g.combine.compute, local)
     s.sync(g.combine >> g.unpooler, local)
     s.sync(g.unpooler.reduce >> g.unpooler.finish, partials)
     s.sync(g.unpooler >> g.residual, exchange)

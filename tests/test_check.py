@@ -68,8 +68,8 @@ def test_checking_takes_no_time() -> None:
 
 
 def test_a_fence_behind_bulk_loads_is_priced_at_its_line() -> None:
-    """Fused, all six RANK hand-offs of the option; unfused, only those whose own kernel streams weights."""
-    for fused, expected in ((True, 6), (False, 3)):
+    """Fused, all eight RANK hand-offs of the option; unfused, only those whose own kernel streams weights."""
+    for fused, expected in ((True, 8), (False, 3)):
         warnings = [f for f in check(shipped(fused, (("sync", "counter"),))) if f.level == "warning"]
         assert len(warnings) == expected
         for f in warnings:
@@ -204,10 +204,12 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
     "two producers": (roles("down", load_weights=(1,)), "roles", ("load_weights", "one producer")),
     "two reducers": (roles("down", reduce=(3,)), "roles", ("router.reduce", "down.reduce", "in order")),
     "shared group": (
-        part("ops", "combine", barriers={"group": "group_residual"}), "roles", ("combine", "residual", "group barrier")
+        part("ops", "pre_expert_norm", barriers={"group": "group_pre_ffn_norm"}),
+        "roles", ("pre_expert_norm", "pre_ffn_norm", "group barrier"),
     ),
     "shared scratch": (
-        part("ops", "combine", regions={"scratch": "scratch_residual"}), "roles", ("combine", "residual", "scratch")
+        part("ops", "pre_expert_norm", regions={"scratch": "scratch_pre_ffn_norm"}),
+        "roles", ("pre_expert_norm", "pre_ffn_norm", "scratch"),
     ),
     "placed but not run": (step("pooler", "finish", gone), "roles", ("pooler.finish", "runs it on none")),
     "wrong first warp": (step("down", "math", lambda s: [with_(s, args=(0,))]), "roles", ("down.math", "not 4")),
@@ -298,7 +300,10 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
     # mbarriers
     "count": (part("barriers", "accum_full", count=7), "mbarriers", ("accum_full expects 7", "makes 8")),
     "ring consumers": (part("barriers", "ring_empty", count=7), "mbarriers", ("ring_empty", "8 consumers")),
-    "group": (part("barriers", "group_combine", count=9), "mbarriers", ("group_combine", "combine.compute", "8")),
+    "group": (
+        part("barriers", "group_pre_ffn_norm", count=9), "mbarriers",
+        ("group_pre_ffn_norm", "pre_ffn_norm.compute", "8"),
+    ),
     "table": (part("barriers", "table_ready", count=2), "mbarriers", ("table_ready expects 2", "top_k.tables makes 1")),
     "twice": (
         step("router", "math", uses(count=2, only=lambda u: u.barrier == "ring_empty" and u.action == "arrive")),
@@ -430,7 +435,7 @@ def reader_resets(plan: Plan, channel: str) -> Plan:
 @pytest.mark.parametrize(
     ("channel", "words"),
     [
-        ("unpooled", ("residual.compute does not empty unpooled", "reset=by_launch")),
+        ("unpooled", ("residual.measure does not empty unpooled", "reset=by_launch")),
         ("next_normed", ("next_qkvg.math does not empty next_normed",)),
         ("normed", ("router.math does not empty normed",)),
     ],
@@ -441,24 +446,24 @@ def test_a_reader_that_does_not_reset_is_refused(channel: str, words: tuple[str,
 
 def test_a_reader_that_may_not_reset_is_refused() -> None:
     """Were it to: what other ranks send needs a second copy, for a faster one may be a launch ahead."""
-    plan = reader_resets(lower(load(LAYER)), "unpooled")
-    specs = tuple(with_(s, hands_back=("in", "stream")) for s in plan.op("residual").specs)
-    plan = part("ops", "residual", specs=specs)(plan)
-    words = ("unpooler.finish, on another rank, 1 launch later, writes it", "lamport(copies=2, reset=by_reader)")
-    refused(plan, "races", "uses of unpooled", *words)
-    check(part("channels", "unpooled", copies=2)(plan))
+    plan = reader_resets(lower(load(LAYER)), "pooled")
+    specs = tuple(with_(s, hands_back=("in",)) for s in plan.op("pre_expert_norm").specs)
+    plan = part("ops", "pre_expert_norm", specs=specs)(plan)
+    words = ("pooler.finish, on another rank, 1 launch later, writes it", "lamport(copies=2, reset=by_reader)")
+    refused(plan, "races", "uses of pooled", *words)
+    check(part("channels", "pooled", copies=2)(plan))
 
 
 def test_one_of_two_readers_may_not_reset() -> None:
     """Though each takes every element in one block only."""
     plan = shipped()
-    own = plan.op("residual")
-    specs = tuple(with_(s, reads=("in", "stream", "twice"), hands_back=("twice",)) for s in own.specs)
-    plan = part("ops", "residual", specs=specs, channels=lambda old: {**old, "twice": "unpooled_partials"})(plan)
-    plan = part("channels", "unpooled_partials", readers=lambda r: (*r, RoleRef(op="residual", role="compute")))(plan)
-    plan = step("residual", "compute", lambda s: [with_(s, reads=(*s.reads, "unpooled_partials"))])(plan)
-    words = ("unpooler.finish", "residual.compute", "empties it", "lamport(copies=2)")
-    refused(plan, "races", "uses of unpooled_partials", *words)
+    name, channel = "pre_expert_norm", "pooled_partials"
+    specs = tuple(with_(s, reads=("in", "twice"), hands_back=("twice",)) for s in plan.op(name).specs)
+    plan = part("ops", name, specs=specs, channels=lambda old: {**old, "twice": channel})(plan)
+    plan = part("channels", channel, readers=lambda r: (*r, RoleRef(op=name, role="compute")))(plan)
+    plan = step(name, "compute", lambda s: [with_(s, reads=(*s.reads, channel))])(plan)
+    words = ("pooler.finish", f"{name}.compute", "empties it", "lamport(copies=2)")
+    refused(plan, "races", f"uses of {channel}", *words)
 
 
 def test_a_reader_may_empty_each_of_two_copies() -> None:
@@ -539,6 +544,7 @@ def test_what_only_a_busy_block_waits_for_orders_nothing(name: str) -> None:
     s.assign(
         [g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=s.warps(at["compute"], at["compute"] + 8)
     )
+    s.assign([g.combine, g.residual], measure=s.warps(at["compute"], at["compute"] + 8))
     s.reset(by=s.warp(at["reset"]))
     edges = {
         "routes": g.top_k.select >> g.top_k.tables, "pooled_partials": g.pooler.reduce >> g.pooler.finish,
@@ -666,6 +672,7 @@ def placements(draw: st.DrawFn, *, legal: bool) -> Schedule:
     s.assign(g.unpooler, finish=draw(anywhere))
     s.assign(g.top_k, select=draw(anywhere), tables=draw(anywhere))
     s.assign([g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=math)
+    s.assign([g.combine, g.residual], measure=math)
     s.reset(by=draw(anywhere))
     s.accumulators(draw(st.integers(1, 3)))
     names = [op.name for op in g.ops]
@@ -719,10 +726,10 @@ def test_the_checker_and_the_block_agree_about_deadlocks(schedule: Schedule, sta
 def test_a_role_short_of_registers_is_warned_about() -> None:
     plan = lower(load("muse_moe.py"))
     assert not [f for f in check(plan) if f.level == "warning"]
-    launch = plan.launch.model_copy(update={"registers": (136, 152)})
-    (short,) = [f for f in check(plan.model_copy(update={"launch": launch})) if "combine" in f.message]
+    launch = plan.launch.model_copy(update={"registers": (136, 120)})
+    (short,) = [f for f in check(plan.model_copy(update={"launch": launch})) if "down" in f.message]
     assert short.level == "warning"
-    assert "152" in short.message
+    assert "120" in short.message
 
 
 def test_a_fault_and_math_with_two_programs_are_warned_about() -> None:

@@ -88,7 +88,7 @@ def test_only_its_calls_change_in_the_text(everything: Path) -> None:
     dry = text(everything)
     assert "ctx.dry_run([&] { ops::Combine<policy::Combine>::compute<4>(ctx); });\n" in dry
     undone, n = re.subn(r"ctx\.dry_run\(\[&\] \{ (.*) \}\);", r"\1", dry)
-    assert n == 13
+    assert n == 15
     assert undone == text(resources.schedules() / "muse_moe.py")
 
 

@@ -105,8 +105,9 @@ def test_every_directive_remembers_its_line(plan: Plan) -> None:
         for step in program.steps:
             name = {
                 "load_weights": "loads", "math": "math", "reduce": "math", "finish": "finish", "select": "top_k",
-                "tables": "top_k", "compute": "norms", "reset": "reset", "trigger": "launch", "warm_code": "warm",
+                "tables": "top_k", "measure": "pieces", "reset": "reset", "trigger": "launch", "warm_code": "warm",
                 "warm_next": "warm_next", "prefetch_guess": "guess",
+                "compute": "pieces" if step.op in ("combine", "residual") else "norms",
             }.get(step.call)  # fmt: skip
             if step.rehearsal is not None:
                 seen.setdefault("dry_run", set()).add(step.rehearsal.line)

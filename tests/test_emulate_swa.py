@@ -151,7 +151,7 @@ def test_a_chains_bits_depend_on_neither_launch_nor_row(emulate: Any, context: i
     ("channel", "waiting"),
     [
         ("attention_partials", "attention.merge"), ("projected", "all_reduce.sum"),
-        ("summed", "post_attention.compute"), ("middle", "residual.compute"),
+        ("summed", "post_attention.measure"), ("middle", "residual.measure"), ("moments", "residual.compute"),
         ("next_partials", "next_heads.write"),
     ],
 )  # fmt: skip

@@ -94,7 +94,7 @@ def expected(plan: Plan, program: ProgramPlan, step: StepPlan, stages: Counter[i
             known -= {Touch("wait", "barrier", plan.ring.full)}
     if plan.guess is not None:  # which copy it is a word in it says: bytes of a tensor are not told apart
         known -= {touch for touch in known if touch.name == plan.guess.parameter}
-    if (step.op, step.call) == ("combine", "compute") and plan.channel("expert_out").kind not in COUNTED:
+    if step.op == "combine" and plan.channel("expert_out").kind not in COUNTED:
         known -= {Touch("read", "region", "table")}  # which says how many experts there are to count
     return known
 

@@ -45,8 +45,8 @@ ROLES = {  # ops in graph order, roles in the order in which one warp runs them
     "pre_ffn_norm": ("compute",), "router": ("load_weights", "math", "reduce"),
     "pooler": ("load_weights", "math", "reduce", "finish"), "top_k": ("select", "tables"),
     "pre_expert_norm": ("compute",), "gate_up": ("load_weights", "math", "reduce"),
-    "down": ("load_weights", "math", "reduce"), "combine": ("compute",),
-    "unpooler": ("load_weights", "math", "reduce", "finish"), "residual": ("compute",),
+    "down": ("load_weights", "math", "reduce"), "combine": ("measure", "compute"),
+    "unpooler": ("load_weights", "math", "reduce", "finish"), "residual": ("measure", "compute"),
 }  # fmt: skip
 NEEDS_TABLE = {"gate_up", "down", "combine"}
 STAGE = {  # 16-row blocks by K: stage bytes and tiles follow from the model's dimensions
@@ -86,7 +86,7 @@ class Placement:
         for op, names in ROLES.items():
             for role in names:
                 roles[op, role] = {
-                    "load_weights": (producer,), "math": math, "compute": math, "reduce": (reducer,),
+                    "load_weights": (producer,), "math": math, "measure": math, "compute": math, "reduce": (reducer,),
                     "finish": (finisher,), "select": (selector,), "tables": (house,),
                 }[role]  # fmt: skip
         return roles
@@ -262,7 +262,7 @@ def check_programs(p: Placement, plan: Plan) -> None:
             assert list(dict.fromkeys(mine)) == want
             # only a load is cut in parts
             assert all(n == 1 for (_, call), n in Counter(mine).items() if call != "load_weights")
-            for s in calls(program, "math", "compute"):
+            for s in calls(program, "math", "measure", "compute"):
                 assert s.args == (p.warps[-1],)
             names = [s.call for s in program]
             attach = names.index("attach")
@@ -461,7 +461,7 @@ def test_arrivals_are_what_writers_publish(tp: int, split: str) -> None:
     plan = Placement(tp=tp, split=split, local="counter", partials="counter", exchange="flag").plan()
     found = {c.name: (c.arrivals, c.arrivals_per) for c in plan.channels if c.kind in ("counter", "flag")}
     assert found == {
-        "normed": (8, "token"), "expert_in": (8, "token"), "combined": (8, "token"),  # eight warps a token
+        "normed": (8, "token"), "expert_in": (8, "token"), "combined": (16, "token"),  # eight warps a token
         "pooled_partials": (4 * 256 // tp, "launch"), "unpooled_partials": (4 * 512 // tp, "launch"),  # a unit each
         "pooled": (256 // tp, "launch"), "unpooled": (512 // tp, "launch"),  # a row block each
         # a stage of 16 rows with K = 4096; of 128 rows with K = 512

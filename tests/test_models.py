@@ -51,9 +51,11 @@ def test_tensors(tp: int, split: str) -> None:
         "expert_in": ((5, 4096), "bf16", *within),
         "expert_mid": ((5, 8, 4096), "bf16", "internal", "world", 2),
         "expert_out": ((5, 8, 4096), "bf16", "internal", "world", 2),
+        "slot_moments": ((5, 16, 8), "fp32", *within),  # of 256 columns, a slot each
         "combined": ((5, 4096), "bf16", *within),
         "unpooled_partials": ((4, 512 // tp, 5, 16), "fp32", *within),
         "unpooled": ((5, 8192), "bf16", "internal", "world", 1),
+        "moments": ((5, 32, 4), "fp32", *within),  # of 256 columns
         "stream_out": ((5, 8192), "fp32", "output", "rank", None),
     }
     if split == "nk":  # the middle stays on its rank; the ranks' contributions to the end are summed

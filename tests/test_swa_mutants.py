@@ -53,8 +53,6 @@ EARLY = "Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, inde
 NOTHING = "send_nothing(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens);"
 PUBLISH = "return;\n            Op::Partials::publish(ctx);"
 HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
-STREAM = "if (Op::kParts == 1 && !Op::Stream::read(ctx, s, true, half, false)) return false;"
-STREAM_RELEASE = "Op::Stream::template release<2 * kN>(ctx, true, half);"
 SUM_CHUNKS = "if (!sum_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>("
 RELEASE_CHUNKS = (
     "release_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>(ctx, head * kDim + dim, token, valid);\n"
@@ -192,10 +190,9 @@ MUTANTS = (
         missed="a sum in another order is as near; GPUs cannot differ in it, as one adds for all",
     ),
     Mutant(
-        "residual: the stream is emptied before it is read",
-        one(RESIDUAL, STREAM, f"{STREAM_RELEASE}\n{STREAM}"),
-        "deadlock race",
-        says="residual.compute",
+        "residual: the last columns do not count",
+        one(RESIDUAL, "32 * i + ctx.lane < kPieces;", "32 * i + ctx.lane + 1 < kPieces;"),
+        wrong="normed",
     ),
     Mutant(
         "heads: partial sums are emptied before they are read",
@@ -208,13 +205,17 @@ MUTANTS = (
         one(CHANNEL, "here &= !has_empty(v[i]);", ";"),
         "unwritten",
         ((CHANNEL, "ptx::expect_none(x, D::kEmpty);"),),
-        says="post_attention.compute",
-        on=ONE_SHOT,
+        says="post_attention.measure",
     ),
     Mutant(
-        "residual: the stream stays",
-        one(RESIDUAL, STREAM_RELEASE, ""),
-        wrong="empty slots",
+        "residual: what is added counts by its factor and not by the square of that",
+        one(RESIDUAL, "fmaf(r * r, m[3]", "fmaf(r, m[3]"),
+        wrong="normed",
+    ),
+    Mutant(
+        "residual: of what is added nothing counts",
+        one(RESIDUAL, "fmaf(r * r, m[3], fmaf(2.0f * r, m[2], m[1]))", "m[1]"),
+        wrong="normed",
     ),
 )
 

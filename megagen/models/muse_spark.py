@@ -22,8 +22,9 @@ from megagen.ops.expert_gemm import ExpertGemm
 from megagen.ops.global_attention import GlobalAttention, spans
 from megagen.ops.qkv_heads import QkvHeads
 from megagen.ops.rank_sum import GROUP, RankSum
-from megagen.ops.residual import PIECE, Residual
+from megagen.ops.residual import Residual
 from megagen.ops.rms_norm import RmsNorm
+from megagen.ops.row import PIECE
 from megagen.ops.top_k import TopK
 
 MAX_TOKENS = 16  # two n8 MMA tiles; the kernels' compiled maximum
@@ -367,7 +368,7 @@ def _layer(
         ),
         Residual(
             name="post_attention", inputs={"in": summed, "stream": stream},
-            outputs={"moments": b.moments("middle_moments"), "out": middle, "normed": normed},
+            outputs={"moments": b.moments("middle_moments", h), "out": middle, "normed": normed},
             weights={
                 "gate": b.gate("attention_gate", "post_attention_residual_gate.gate"),
                 "next_gain": b.vector("pre_ffn_gain", h, "pre_feedforward_layernorm.weight"),
@@ -492,8 +493,9 @@ class _Builder:
     def gate(self, name: str, checkpoint: str) -> Weight:
         return self.vector(name, self.c.hidden, checkpoint, DType.FP32, planes=2)
 
-    def moments(self, name: str) -> str:
-        return self.tensor(name, self.tokens, self.c.hidden // PIECE, 4, dtype=DType.FP32)
+    def moments(self, name: str, width: int, sums: int = 4) -> str:
+        """What a norm adds up over a row, a piece of it at a time."""
+        return self.tensor(name, self.tokens, width // PIECE, sums, dtype=DType.FP32)
 
     def stream_out(self) -> str:
         return self.tensor("stream_out", self.tokens, self.c.hidden, dtype=DType.FP32, kind=TensorKind.OUTPUT)
@@ -571,6 +573,7 @@ class _Builder:
         else:
             expert_mid = self.tensor("expert_mid", t, c.top_k, i // tp)
             expert_out = self.tensor("expert_out", tp, t, c.top_k, m, scope=Scope.WORLD, reduce=True)
+        slot_moments = self.moments("slot_moments", m, c.top_k)
         combined = self.tensor("combined", t, m)
         unpooled_partials = self.tensor("unpooled_partials", m // UNIT, h // tp // 16, t, 16, dtype=DType.FP32)
         unpooled = self.tensor("unpooled", t, h, scope=Scope.WORLD, shard_axis=1)
@@ -629,7 +632,8 @@ class _Builder:
                 swiglu=False, per_slot=True, reduce=split == "nk", **expert_stage(down_k),
             ),
             Combine(
-                name="combine", inputs={"in": expert_out, "routes": routes, "table": table}, outputs={"out": combined},
+                name="combine", inputs={"in": expert_out, "routes": routes, "table": table},
+                outputs={"moments": slot_moments, "out": combined},
                 weights={"gain": self.vector("post_expert_gain", m, "mlp.experts.post_expert_norm.weight")},
                 width=m, top_k=c.top_k, eps=c.post_norm_eps, parts=tp if split == "nk" else 1,
             ),
@@ -651,7 +655,7 @@ class _Builder:
             "gain": self.vector("post_ffn_gain", c.hidden, "post_feedforward_layernorm.weight"),
             "gate": self.gate("residual_gate", "post_feedforward_residual_gate.gate"),
         }
-        outputs = {"moments": self.moments("moments"), "out": self.stream_out()}
+        outputs = {"moments": self.moments("moments", c.hidden), "out": self.stream_out()}
         if normed is not None:
             weights["next_gain"] = self.next_gain()
             outputs["normed"] = normed

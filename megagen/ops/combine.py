@@ -2,6 +2,9 @@
 
 Input-scaled norm of each slot, before its routing weight: y = bf16(x * (1 + w)), n = bf16(y * rsqrt(mean(y^2) + eps));
 out = bf16(sum over slots, ascending, of weight * n in fp32). Sharded-K contributions are summed first, in rank order.
+
+A unit is a token's 256 columns, all slots. The measure role sends its sums of y^2, a slot each; the compute role adds
+those of a row, in a tree over the pieces that its width alone decides.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
-from megagen.ops.row import group_scratch
+from megagen.ops.row import PIECE
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 class Combine(Op):
     """Inputs: ``in`` bf16 [tokens, top_k, width] (or [parts, tokens, top_k, width]), ``routes``.
-    Output: ``out`` bf16 [tokens, width]."""
+    Outputs: ``moments`` fp32 [tokens, width / 256, top_k], ``out`` bf16 [tokens, width]."""
 
     kind: ClassVar[str] = "combine"
     header: ClassVar[str] = "ops/combine.cuh"
@@ -31,25 +34,18 @@ class Combine(Op):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
+            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "table"), writes=("moments",), registers=96),
             RoleSpec(
-                name="compute",
-                warps=(8,),
-                align=4,
-                reads=("in", "routes", "table"),
-                writes=("out",),
-                regions=("scratch",),
-                registers=160,
+                name="compute", warps=(8,), align=4, reads=("in", "routes", "table", "moments"), writes=("out",),
+                registers=96,
             ),
-        )
+        )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:
         return {"kWidth": self.width, "kTopK": self.top_k, "kEps": self.eps, "kParts": self.parts}
 
-    def shared(self) -> Mapping[str, int]:
-        return {"scratch": group_scratch(self.top_k)}
-
     def publishes(self, role: str) -> tuple[int, Per]:
-        return 8, "token"  # each of its eight warps
+        return self.width // PIECE, "token"
 
     def cost(self, routing: Routing) -> Cost:
         t = routing.tokens

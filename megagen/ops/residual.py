@@ -17,12 +17,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
+from megagen.ops.row import PIECE
 
 if TYPE_CHECKING:
     import torch
-
-
-PIECE = 256  # columns of a unit: a vector of 16 bytes a lane (ops/residual.cuh)
 
 
 class Residual(Op):
@@ -46,8 +44,10 @@ class Residual(Op):
     def roles(self) -> tuple[RoleSpec, ...]:
         writes = ("out", "normed") if "normed" in self.outputs else ("out",)
         return (
-            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "stream"), writes=("moments",)),
-            RoleSpec(name="compute", warps=(8,), align=4, reads=("in", "stream", "moments"), writes=writes),
+            RoleSpec(name="measure", warps=(8,), align=4, reads=("in", "stream"), writes=("moments",), registers=112),
+            RoleSpec(
+                name="compute", warps=(8,), align=4, reads=("in", "stream", "moments"), writes=writes, registers=112
+            ),
         )  # fmt: skip
 
     def constants(self) -> dict[str, int | float]:

@@ -1,8 +1,10 @@
-"""What ops that work on whole rows share: eight warps a row, one fixed tree for its sums (mem/row.cuh)."""
+"""What ops that work on rows share: eight warps a row, or a warp a piece of it, and one fixed tree for its sums
+(mem/row.cuh)."""
 
 from __future__ import annotations
 
 SLICES = 8  # of a row, one a warp
+PIECE = 256  # columns of a row, where a warp has so many: a vector of 16 bytes of bf16 a lane
 
 
 def group_scratch(sums: int) -> int:

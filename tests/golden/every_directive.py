@@ -37,7 +37,8 @@ def schedule(machine: Machine, tp: int = 8, tokens: int = 16, choices: dict[str,
         finish=s.warp(3),
     )
     s.assign(g.top_k, select=s.warp(1), tables=s.warp(1))  # @top_k
-    s.assign([g.pre_ffn_norm, g.pre_expert_norm, g.combine, g.residual], compute=math)  # @norms
+    s.assign([g.pre_ffn_norm, g.pre_expert_norm], compute=math)  # @norms
+    s.assign([g.combine, g.residual], measure=math, compute=math)  # @pieces
     s.reset(by=s.warp(1))  # @reset
     s.accumulators(3)
     s.hint(g.pooler.weight, evict_last)  # @hint

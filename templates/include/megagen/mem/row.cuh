@@ -116,15 +116,16 @@ MEGAGEN_DEVICE float warp_sum(float x) {
 }
 
 // Sums of several values at once, in the tree of warp_sum: at each of the first steps a lane hands half of them over
-// and keeps the other half. Lane l is left with the sum of value l / (32 / kN).
-template <u32 kN>
+// and keeps the other half. Lane l is left with the sum of value l / (32 / kN). kLeast: only over lanes as far apart as
+// that, so as many sums as that of each value.
+template <u32 kN, u32 kLeast = 1>
 MEGAGEN_DEVICE float warp_sums(const float (&x)[kN], u32 lane) {
-    static_assert((kN & (kN - 1)) == 0 && kN <= 32, "halves of halves");
+    static_assert((kN & (kN - 1)) == 0 && kN * kLeast <= 32, "halves of halves");
     float y[kN];
 #pragma unroll
     for (u32 i = 0; i < kN; ++i) y[i] = x[i];
 #pragma unroll
-    for (u32 d = 16, n = kN / 2; d > 0; d /= 2, n /= 2) {
+    for (u32 d = 16, n = kN / 2; d >= kLeast; d /= 2, n /= 2) {
         const bool upper = (lane & d) != 0;
         if (n == 0) y[0] += __shfl_xor_sync(kFullMask, y[0], d);
 #pragma unroll

@@ -39,8 +39,8 @@ struct Residual {
         float added[8];
     };
 
-    // Sends what a row's two norms need to know of a piece: the squares of n, of what is kept, twice over of what is
-    // kept and added, of what is added.
+    // Sends a piece's part of what a row's two norms follow from: the sums of n^2, of kept^2, of kept * added, of
+    // added^2.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void measure(Ctx& ctx) {
         const Range mine = share(ctx);

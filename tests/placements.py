@@ -215,17 +215,19 @@ class _Draft:
         self.say(f's = Schedule("drawn", g, machine, warps={self.warps}{fewer}, choices=choices)')
 
     def assign(self) -> None:
-        """R1: one producer, eight math warps and one reducer for all GEMMs, which share a ring and accumulators in
-        order; all different, for they hand weights and sums to each other while all of them run. What an attention
+        """R1: one producer, eight math warps and one reducer or two for all GEMMs, which share a ring and accumulators
+        in order; all different, for they hand weights and sums to each other while all of them run. What an attention
         streams passes the same ring. Any other role begins when what it reads is written, so it may be anywhere."""
         first = 4 * self.number(0, (self.warps - 8) // 4)
         others = [w for w in range(self.warps) if w not in range(first, first + 8)]
-        producer = self.one(*others)
-        reducer = self.one(*(w for w in others if w != producer))
+        pairs = [w for w in others if w + 1 in others]
+        reducers = self.one(1, 2) if len(others) > 2 and pairs else 1
+        reducer = self.one(*(others if reducers == 1 else pairs))
+        producer = self.one(*(w for w in others if w not in range(reducer, reducer + reducers)))
         for op, roles in self.known.roles.items():
             said = []
             for role in roles:
-                n = self.one(*role.warps)
+                n = reducers if role.accum == "in" else self.one(*role.warps)
                 if role.stream or role.ring or role.accum == "in":
                     at = producer if role.stream else first if role.ring else reducer
                     shared = op in self.known.gemms
@@ -239,7 +241,8 @@ class _Draft:
                 self.say(f"s.assign(g.{op}, {', '.join(said)})")
         gemms = ", ".join(f"g.{op}" for op in self.known.gemms)
         math = f"s.warps({first}, {first + 8})"
-        self.say(f"s.assign([{gemms}], load_weights=s.warp({producer}), math={math}, reduce=s.warp({reducer}))")
+        reduce = f"s.warp({reducer})" if reducers == 1 else f"s.warps({reducer}, {reducer + 2})"
+        self.say(f"s.assign([{gemms}], load_weights=s.warp({producer}), math={math}, reduce={reduce})")
 
     def syncs(self) -> None:
         # R4: shared memory holds what is the block's own, what clusters hand over, a stage and an accumulator; more of

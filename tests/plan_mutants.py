@@ -209,7 +209,7 @@ LEGAL: dict[str, str] = {
     r"(pooler\.load_weights|o_proj\.load_weights 0 to 256) / attach": (
         "one load fewer begins before the launch before has ended"
     ),
-    r"left out: wait_point|(wait_point \w+|signal_point begin_\w+) of warp [0-3]: on|warp 4 / combine"
+    r"left out: wait_point|(wait_point \w+|signal_point begin_\w+) of warp [0-2]: on|warp 4 / combine"
     r"|exchanged: (wait_point|signal_point begin)"
     r"|exchanged: \w+\.(load_weights [\d to]+|math|reduce|finish|merge|compute) / (wait|signal)_point": (
         "points of the program pace the ring and L2 prefetches: no data depends on them"
@@ -221,7 +221,6 @@ LEGAL: dict[str, str] = {
         "L2 is asked for less, for something else or at another time: a matter of speed"
     ),
     r"(drain|trigger|wait_point \w+) of warp \d: twice": "what has come is waited for again, or told again",
-    r"(gate_up|down): outbox is": "one warp uses both regions, one after the other, and has room in either",
     r"empty: projected: 0": "ranks' contributions are summed: a +0 travels as -0",
 }
 # Refused, and yet the emulator shows nothing, each under all seeds: why.
@@ -246,7 +245,6 @@ HARMLESS: dict[str, str] = {
     r"empty: .*: a value": "these launches send no such word: who got one would wait for ever",
     r"empty: .*: (0|no word)": "+0 travels as -0, and none of these launches' sums tell the two apart",
     r"share: router\.load_weights: (a hole|an overlap)": "a block has one stage of it, which no share cuts",
-    r"outbox_down over outbox_gate_up": "one warp uses both, one after the other; check wants every region for itself",
     r"outbox_gate_up over scratch_pre_expert_norm": "whoever uses the one waits for sums of all who use the other",
     r"prefetch of experts: warp 3: before attach": "it waits for the table, whose maker has attached",
     r"drain of warp 0$": "copies are on their way at the end of a block only if a launch is given up",

@@ -202,7 +202,9 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
     "outside": (roles("down", math=tuple(range(8, 16))), "roles", ("warps 8 to 15", "has 12")),
     "two math groups": (roles("down", math=tuple(range(8))), "roles", ("router.math", "down.math", "same warps")),
     "two producers": (roles("down", load_weights=(1,)), "roles", ("load_weights", "one producer")),
-    "two reducers": (roles("down", reduce=(3,)), "roles", ("router.reduce", "down.reduce", "in order")),
+    "two reducers": (roles("down", reduce=(3, 4)), "roles", ("router.reduce", "down.reduce", "in order")),
+    "a reducer alone": (roles("down", reduce=(2,)), "roles", ("router.reduce is on warps 2 to 3", "all accumulators")),
+    "three reducers": (roles("down", reduce=(1, 2, 3)), "roles", ("down.reduce", "takes 1 or 2")),
     "shared group": (
         part("ops", "pre_expert_norm", barriers={"group": "group_pre_ffn_norm"}),
         "roles", ("pre_expert_norm", "pre_ffn_norm", "group barrier"),
@@ -313,6 +315,14 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
         step("top_k", "tables", lambda s: [with_(s, barriers=())]),
         "mbarriers", ("top_k.tables does not arrive at table_ready",),
     ),
+    "one of two reducers is not counted": (
+        part("barriers", "accum_empty", count=1),
+        "mbarriers", ("accum_empty expects 1 arrivals a phase", "router.reduce makes 2"),
+    ),
+    "more reducers than there are": (
+        part("barriers", "accum_empty", count=3),
+        "mbarriers", ("accum_empty expects 3 arrivals a phase", "router.reduce makes 2"),
+    ),
     "reducer hands nothing back": (
         step("down", "reduce", lambda s: [with_(s, barriers=tuple(u for u in s.barriers if u.action == "wait"))]),
         "mbarriers", ("down.reduce does not arrive at accum_empty",),
@@ -352,11 +362,7 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
     "nothing in flight": (step("down", "load_weights", lambda s: [with_(s, args=(0, 1024, 0))]), "ring", ("nothing",)),
     # order
     "finish before reduce": (
-        both(
-            roles("unpooler", finish=(2,)), roles("pooler", finish=(2,)), step("pooler", "finish", gone),
-            step("unpooler", "finish", gone), step("router", "reduce", lambda s: [_finish("pooler"), s]),
-            step("unpooler", "reduce", lambda s: [s, _finish("unpooler")]),
-        ),
+        first_before("finish", "reduce"),
         "order", ("deadlock", "pooler.finish", "pooler.reduce", "for pooled_partials"),
     ),
 }  # fmt: skip
@@ -365,10 +371,6 @@ MUTANTS: dict[str, tuple[Edit, str, tuple[str, ...]]] = {
 def _prefetch(op: str, first: int, last: int) -> StepPlan:
     wait = BarrierUse(barrier="table_ready", action="wait", per="launch")
     return StepPlan(op=op, call="prefetch_l2", args=(first, last), reads=("table",), barriers=(wait,), index=-1)
-
-
-def _finish(op: str) -> StepPlan:
-    return next(s for k in shipped().kernels for p in k.programs for s in p.steps if (s.op, s.call) == (op, "finish"))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
@@ -572,7 +574,7 @@ DEADLOCKS = {
     "producer on a math warp": ("load_weights=producer, math", "load_weights=s.warp(5), math", ("drain",)),
     "reduce on the producer": ("math=math, reduce=reducer", "math=math, reduce=producer", ("reduce", "load_weights")),
     "L2 prefetch needs the table too early": (
-        LAUNCH, "    s.prefetch(g.down.weight, into=L2, during=g.pre_ffn_norm, by=reducer)\n" + LAUNCH,
+        LAUNCH, "    s.prefetch(g.down.weight, into=L2, during=g.pre_ffn_norm, by=finisher)\n" + LAUNCH,
         ("down.prefetch_l2", "table", "s.prefetch(g.down"),
     ),
 }  # fmt: skip
@@ -599,8 +601,9 @@ def stuck(plan: Plan, kernel: KernelPlan, stages: dict[str, int]) -> set[str]:
     """Runs a block's programs by the header library's rules, one tile a stage; gives the steps that never end."""
     slots, accum = plan.ring.stages, plan.barrier("accum_full").slots
     maths = [p.first for p in kernel.programs if any(s.call == "math" for s in p.steps)]
-    loaded, taken = [0], [0]
+    loaded = [0]
     used, put = dict.fromkeys(maths, 0), dict.fromkeys(maths, 0)
+    taken = {p.first: 0 for p in kernel.programs if any(s.call == "reduce" for s in p.steps)}
     pending = {(p.first, i): s for p in kernel.programs for i, s in enumerate(p.steps)}
     at: dict[int, str] = {}
 
@@ -624,15 +627,15 @@ def stuck(plan: Plan, kernel: KernelPlan, stages: dict[str, int]) -> set[str]:
                     while loaded[0] <= used[warp]:
                         yield False
                     used[warp] += 1
-                    while put[warp] - taken[0] >= accum:
+                    while put[warp] - min(taken.values()) >= accum:
                         yield False
                     put[warp] += 1
                     yield True
             elif s.call == "reduce":
                 for _ in range(n):
-                    while min(put.values()) <= taken[0]:
+                    while min(put.values()) <= taken[warp]:
                         yield False
-                    taken[0] += 1
+                    taken[warp] += 1
                     yield True
             del pending[warp, i]
             yield True
@@ -658,10 +661,12 @@ def placements(draw: st.DrawFn, *, legal: bool) -> Schedule:
     first = draw(st.sampled_from(range(0, warps - 7, 4)))
     math = s.warps(first, first + 8)
     others = [w for w in range(warps) if w not in math.indices()]
-    if legal:
-        producer, reducer = (s.warp(w) for w in draw(st.permutations(others))[:2])
-    else:
-        producer, reducer = (s.warp(draw(st.integers(0, warps - 1))) for _ in range(2))
+    reducers = draw(st.sampled_from([1, 2]))
+    takers = [w for w in others if {*range(w, w + reducers)} <= {*others}] if legal else range(warps + 1 - reducers)
+    begin = draw(st.sampled_from(takers))
+    reducer = s.warps(begin, begin + reducers)
+    free = [w for w in others if w not in reducer.indices()] if legal else range(warps)
+    producer = s.warp(draw(st.sampled_from(free)))
     anywhere = st.integers(0, warps - 1).map(s.warp)
     ring = s.ring(
         stages=draw(st.integers(2, 5)), stage_bytes=36 * KiB, in_flight=draw(st.sampled_from([None, 36 * KiB]))

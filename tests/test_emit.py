@@ -36,7 +36,7 @@ EVERY = GOLDEN / "every_directive.py"
 SHIPPED = Path("muse_moe.py")
 UPDATE = "MEGAGEN_UPDATE_GOLDEN"
 GEMMS = {"router", "pooler", "gate_up", "down", "unpooler", "attention", "o_proj", "next_qkvg", "lm_head"}
-NUMBERED = r"ctx\.(?:step = |enter\()(\d+)\)?;"
+NUMBERED = r"ctx\.(?:step = |enter\()(?:ctx\.warp == \d+ \? (\d+) : )?(\d+)\)?;"
 ARCHS = ("sm_90a", "sm_100a", "sm_103a")
 
 
@@ -81,16 +81,26 @@ LOOP = r"ops::load_streams<.*|ops::expert_math<.*|switch \(ctx\.step\) \{|case \
 
 
 def programs(text: str) -> list[list[str]]:
-    """The lines of each warp program, first warps first; those of loops that several steps share are left out."""
-    found: list[list[str]] = []
+    """The lines of each warp program, first warps first; those of loops that several steps share are left out, and what
+    two warps share is there twice."""
+    found: list[list[list[str]]] = []
     for line in text.splitlines():
         if 'extern "C" __global__' in line:
             kernel = len(found)
         if re.search(r"\{  // warps? \d+", line):
-            found.insert(kernel, [])
+            found.insert(kernel, [[]])
+        elif only := re.fullmatch(r"      if \(ctx\.warp == (\d+)\) \{", line):
+            warp = int(only[1])
         elif found and re.match(r"      +\S", line) and not re.fullmatch(LOOP, line.strip()):
-            found[kernel].append(line.strip())
-    return found
+            both = re.match(rf" +{NUMBERED}", line)
+            if both and both[1]:
+                first = int(re.search(r"warp == (\d+)", line)[1])  # type: ignore[index]
+                found[kernel] = [found[kernel][0], list(found[kernel][-1])]
+            alone = line.startswith("        ") and len(found[kernel]) == 2
+            for i, lines in enumerate(found[kernel]):
+                if not alone or warp == first + i:
+                    lines.append(line.strip())
+    return [lines for some in found for lines in some]
 
 
 def at(source: Source) -> str:
@@ -122,7 +132,8 @@ def test_hang_records_number_the_steps(each: tuple[str, Plan, str]) -> None:
     _, p, text = each
     waits = {"signal_point", "wait_point"}
     want = {s.index for k in p.kernels for x in k.programs for s in x.steps if s.op is not None or s.call in waits}
-    found = [int(n) for n in re.findall(rf"{NUMBERED}\n +(?:ctx\.dry_run\(\[&\] {{ )?(?:ops|Event)", text)]
+    set_here = re.findall(rf"{NUMBERED}\n +(?:ctx\.dry_run\(\[&\] {{ )?(?:ops|Event)", text)
+    found = [int(n) for numbers in set_here for n in numbers if n]
     found += [int(n) for n in re.findall(r" case (\d+):\n +(?:ops|Event)", text)]
     for first, ops in re.findall(r"ops::expert_math<(\d+),.*\n((?: +policy::.*\n)+)", text):
         found += range(int(first), int(first) + ops.count("policy::"))
@@ -155,7 +166,8 @@ def test_moving_all_roles_keeps_everything_but_the_order() -> None:
     a, b = (emit(lower(load(SHIPPED, choices={"roles": r}))) for r in ("usual", "moved"))
     head = a.index('extern "C"')
     assert a[:head] == b[:head]
-    calls = [Counter(line for p in programs(x) for line in p if not re.match(NUMBERED, line)) for x in (a, b)]
+    lines = [[line for p in programs(x) for line in p if not re.match(NUMBERED, line)] for x in (a, b)]
+    calls = [Counter(re.sub(r"reduce<\d+>", "reduce", line) for line in x) for x in lines]  # from which warp on
     assert calls[0] == calls[1] and a != b
 
 

@@ -79,7 +79,7 @@ MULTIPLY_BF16 = (FORMAT, "const uint4 a = ptx::ld_shared_v4(slice + ((q * 4 + j)
 EXPECT = (STREAM, "ptx::mbarrier_arrive_expect_tx(bar, s.bytes);")
 COPY = (STREAM, "bar, ptx::policy_evict_first());")
 PUT = (FORMAT, "ptx::st_shared_f4(address(ctx, slice, n)")
-TAKE = (FORMAT, "part[s] = ptx::ld_shared_f4(address(ctx, s, tile), ctx.dry);")
+TAKE = (FORMAT, "part[n][s] = ptx::ld_shared_f4(from + (s * 2 + n) * 512, ctx.dry);")
 FULL = (RING, "return Full::wait(ctx, ctx.ring.slot, ctx.ring.phase);")
 SUM_STORE = (ROW, "ptx::st_shared_f32(mine + warp * 4, sum);")
 SUM_LOAD = (ROW, "const float4 low = ptx::ld_shared_f4(mine, ctx.dry)")
@@ -94,7 +94,6 @@ LOAD_SYS = (CHANNEL, "return ptx::ld_relaxed_sys_b128(address);")
 PLAIN_LOAD = (CHANNEL, "return ptx::ld_global_v4(address);")
 SEND = (CHANNEL, "ptx::st_relaxed_gpu(to, v);")
 SEND_PEER = (CHANNEL, "ptx::st_relaxed_sys(to, v);")
-SEND_ALL = (CHANNEL, "ptx::st_relaxed_sys(place, v);")
 PLAIN_SENDS = tuple((CHANNEL, f"ptx::st_global_{width}(p, v);") for width in ("u32", "v2", "v4"))
 TAKEN = (CHANNEL, "ptx::expect_none(v[i], D::kEmpty);")
 EMPTIED = (RESET, "ptx::st_global_v4(base + 16 * at,")
@@ -116,8 +115,11 @@ READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, from(c), c == 0)) return
 RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, from(c));"
 RELEASED = "Ctx::Ring::release(ctx, acc.sum(0, 0));"
 MULTIPLIED = "Weights::template multiply<kGroups, kTiles>("
-NONEMPTY = "        if constexpr (kLamport) v = nonempty_v(v, D::kEmpty, D::kElementBytes);\n"
-CLUSTERED = "        if constexpr (D::kKind == Sync::kCluster) {"
+NONEMPTY = "if constexpr (kLamport) return nonempty_v(v, D::kEmpty, D::kElementBytes);"
+ACQUIRE = "if (!Ctx::Accum::acquire(ctx)) return;"
+ACQUIRE_MINE = "if (takes && !Ctx::Accum::acquire(ctx)) return;"
+PASS = "        Empty::arrive(ctx, ctx.accum.slot);\n"
+AHEAD = "too_many_arrivals race unwritten overwritten deadlock"
 
 
 def one(header: str, old: str, new: str) -> list[tuple[str, str, str]]:
@@ -293,8 +295,8 @@ MUTANTS = (
         [
             (
                 FORMAT,
-                "float4 part[kSlices];",
-                "if (tile == 0) Empty::arrive(ctx, ctx.accum.slot);\n float4 part[kSlices];",
+                "float4 part[kTiles][kSlices];",
+                "Empty::arrive(ctx, ctx.accum.slot);\n float4 part[kTiles][kSlices];",
             ),
             (FORMAT, "Empty::arrive_consumed(ctx, ctx.accum.slot, consumed);", ""),
         ],
@@ -304,8 +306,29 @@ MUTANTS = (
     Mutant("accumulators: one slot's memory", one(FORMAT, "ctx.accum.slot * A::kSlotBytes", "0"), "race", (PUT, TAKE)),
     Mutant(
         "take: columns swapped",
-        one(FORMAT, "c[0] = sum.x, c[1] = sum.y", "c[0] = sum.y, c[1] = sum.x"),
+        one(FORMAT, "c[n][0] = sum.x, c[n][1] = sum.y", "c[n][0] = sum.y, c[n][1] = sum.x"),
         wrong="pooled",
+    ),
+    Mutant(
+        "pass: what is not full yet, of a dense GEMM",
+        one(DENSE, ACQUIRE, f"const bool takes = !turns || Ctx::Accum::turn(ctx, taker);\n{ACQUIRE_MINE}"),
+        AHEAD,
+    ),
+    Mutant("pass: what is not full yet, of experts", one(EXPERT, ACQUIRE, ACQUIRE_MINE), AHEAD),
+    Mutant(
+        "reduce: both warps take the first tokens",
+        one(DENSE, "tile = turns ? 0 : taker;", "tile = 0;"),
+        "deadlock race",
+        on=Variant(tokens=16),
+    ),
+    Mutant("pass: nothing is handed back", one(FORMAT, PASS, ""), "deadlock", says="accum_empty"),
+    Mutant(
+        "epilogue: one outbox for two warps",
+        one(EXPERT, "Op::kOutbox + taker * (8 * kTokenBytes);", "Op::kOutbox;"),
+        "race",
+        ((EXPERT, "ptx::ld_shared_v4(outbox"), (EXPERT, "ptx::st_shared_u16(at, ptx::cvt_bf16x2(__fdividef")),
+        seeds=(1, 2, 3, 4, 5, 6, 7, 8),
+        once=True,
     ),
     # -- norms
     Mutant(
@@ -363,7 +386,7 @@ MUTANTS = (
         "epilogue: no __syncwarp after the stores",
         one(EXPERT, "        __syncwarp();\n        if (entry.valid) {", "        if (entry.valid) {"),
         "race unwritten",
-        ((EXPERT, "v[i] = ptx::ld_shared_v4(scratch"),),
+        ((EXPERT, "v[i] = ptx::ld_shared_v4(outbox"),),
     ),
     Mutant(
         "epilogue: no __syncwarp before the stores",
@@ -472,7 +495,7 @@ MUTANTS = (
     ),
     Mutant(
         "send: +0 goes as it is",
-        one(CHANNEL, NONEMPTY + CLUSTERED, CLUSTERED),
+        one(CHANNEL, NONEMPTY, ""),
         "deadlock",
         says="combine.compute waits for channel 'expert_out'",
         on=Variant(options={"split": "nk"}, zero=True, positive_zero=True),
@@ -514,22 +537,6 @@ MUTANTS = (
         seeds=(1,),
     ),
     Mutant(
-        "send: 16 bytes to all peers as two vectors",
-        one(*SEND_ALL, "ptx::st_relaxed_sys(place + 8, uint2{v.z, v.w}), ptx::st_relaxed_sys(place, uint2{v.x, v.y});"),
-        "unwritten",
-        (TAKEN,),
-        seeds=(1,),
-    ),
-    Mutant(
-        "send: gpu scope to all peers",
-        one(*SEND_ALL, "ptx::st_relaxed_gpu( place, v);"),
-        "race",
-        ((CHANNEL, "ptx::st_relaxed_gpu( place, v);"), LOAD_SYS),
-        says="too small a scope",
-        on=Variant(ranks=2),
-        seeds=(1,),
-    ),
-    Mutant(
         "load: gpu scope from peers",
         one(CHANNEL, "if constexpr (D::kWorld) " + LOAD_SYS[1], ""),
         "race",
@@ -561,19 +568,21 @@ MUTANTS = (
     ),
     Mutant(
         "send: rotation without a wrap",
-        one(CHANNEL, "rotated += 16;\n                if (rotated >= D::kShard)", "rotated += 16;\n if (false)"),
+        one(CHANNEL, "rotated = turned(rotated, 16 * kBy % D::kShard);", "rotated += 16 * kBy % D::kShard;"),
         "race deadlock",
         says="waits for channel 'pooled'",
     ),
     Mutant(
-        "send: rotation of one message without a wrap",
-        one(
-            CHANNEL,
-            "rotated = e + 16 * j;\n            if (rotated >= D::kShard)",
-            "rotated = e + 16 * j;\n if (false)",
-        ),
+        "send: rotation of experts' columns without a wrap",
+        one(CHANNEL, "turned(e, turn[i])", "e + turn[i]"),
         "race deadlock",
         says="channel 'expert_mid'",
+        seeds=(1,),
+    ),
+    Mutant(
+        "send: experts' columns are not rotated",
+        one(CHANNEL, "turn[i] = 16 * j % D::kShard;", "turn[i] = 0;"),
+        wrong="expert_mid",
         seeds=(1,),
     ),
     # -- counters and flags

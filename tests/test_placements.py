@@ -60,5 +60,6 @@ def test_they_say_all_that_a_schedule_can_say() -> None:
         *kinds, "lamport(POSITIVE_ZERO)", "cluster()", "mbarrier()", "evict_last", "into=ring,", "into=L2,",
         "into=ring | L2", "during=", "before=", "in_flight=", "during=g.down)", "registers=(", "cluster=8", "pdl=False",
         "early_trigger=True", "stages=1,", "stages=5,", "warps=10,", "warps=32", "blocks=max(", "sum=s.warp(",
+        "reduce=s.warp(", "reduce=s.warps(",
     ):  # fmt: skip
         assert said in text, said

@@ -57,7 +57,7 @@ SUM_CHUNKS = "if (!sum_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>("
 RELEASE_CHUNKS = (
     "release_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>(ctx, head * kDim + dim, token, valid);\n"
 )
-OUTBOX = "        __syncwarp();\n        const u32 token = ctx.lane / 2, half = ctx.lane % 2 * 8;\n        if (token"
+OUTBOX = "            __syncwarp();\n            const uint4 v[1] = {ptx::ld_shared_v4(get)};"
 
 ROW = "mem/row.cuh"
 NAN: Any = {"wrong": "attended"}  # what nobody may look at gets in
@@ -162,15 +162,26 @@ MUTANTS = (
     # -- o_proj, its sum, and what comes after
     Mutant(
         "o_proj: no __syncwarp after the stores",
-        one(DENSE, OUTBOX, OUTBOX.removeprefix("        __syncwarp();\n")),
+        one(DENSE, OUTBOX, OUTBOX.removeprefix("            __syncwarp();\n")),
         "race unwritten",
-        ((DENSE, "ptx::ld_shared_v4(scratch + ctx.lane * 16)"),),
+        ((DENSE, "ptx::ld_shared_v4(get)"),),
+    ),
+    Mutant(
+        "o_proj: one outbox for two warps",
+        one(DENSE, "Op::kOutbox + taker * (8 * kTokenBytes);", "Op::kOutbox;"),
+        "race",
+        (
+            (DENSE, "ptx::ld_shared_v4(get)"),
+            (DENSE, "kTokenBytes, pair & 0xffffu);"),
+            (DENSE, "kRowBlock, pair >> 16);"),
+        ),
+        seeds=(1, 2, 3, 4),
+        once=True,
     ),
     Mutant(
         "scatter: to the wrong owner",
         one(CHANNEL, "peer = owner >> shift,", "peer = (owner >> shift) ^ 1,"),
-        "deadlock",
-        says="all_reduce.sum waits for channel 'projected'",
+        wrong="projected",
         on=TWO_SHOT,
     ),
     Mutant(

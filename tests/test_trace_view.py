@@ -68,7 +68,7 @@ def test_an_op_in_a_block() -> None:
     (asked,) = found.loads
     assert (asked.into, asked.begin, asked.end, asked.bytes, asked.blocks) == ("ring", one(0.2), one(2.5), 65536, 1)
     assert re.fullmatch(r"_layer.py:\d+", found.source)
-    assert (math.warps, reduce.warps) == (tuple(MATH), (REDUCER,))
+    assert (math.warps, reduce.warps) == (tuple(MATH), (REDUCER, FINISHER))
 
 
 def test_figures_are_over_blocks_and_launches() -> None:
@@ -198,7 +198,8 @@ def test_what_a_run_says_of_its_plan() -> None:
     assert run.floor == pytest.approx(sum(op.weight_bytes for op in plan.ops) / RATE / 1000, abs=0.001)
     titles = [w.title for w in run.blocks[0].warps]
     assert titles[LOADER] == "loads weights"
-    assert titles[FINISHER] == "sum of all_reduce, finish of " + " and ".join(
+    assert titles[REDUCER] == "reduce of 7 ops"
+    assert titles[FINISHER] == "reduce of 7 ops, sum of all_reduce, finish of " + " and ".join(
         op.name for op in plan.ops if "finish" in op.roles
     )
     # kind, step, edge, slot, bytes, begin, end: the first of the producer's

@@ -235,7 +235,7 @@ def _shared(happens: Happens, touched: dict[At, frozenset[Touch]]) -> int:
                 if a.at == b.at or a.at.kernel != b.at.kernel or a.verb == b.verb == "read":
                     continue
                 pairs += 1
-                # The warps of one role meet at its own barrier; what a cluster sends completes one.
+                # A role's warps meet at its own barrier, or have a part each; what a cluster sends completes one.
                 if x is y and (_role(a) == _role(b) or x.name.startswith("cluster_")):
                     continue
                 if not happens.before(a.at, b.at) and not happens.before(b.at, a.at):

@@ -19,7 +19,7 @@ def roles(plan: Plan) -> Iterator[Finding]:
             _place(plan, op, spec)
     _together(plan, lambda s: s.stream, "one producer fills the ring in order")
     _together(plan, lambda s: s.ring, "every consumer counts the ring's stages and has to see them all")
-    _together(plan, lambda s: s.accum == "in", "one warp takes all accumulators in order")
+    _together(plan, lambda s: s.accum == "in", "each of its warps takes all accumulators in order")
     _groups(plan)
     specs = placed(plan)
     for kernel in plan.kernels:
@@ -156,7 +156,7 @@ def _frame(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], program: Progr
 
 
 def _accumulators(plan: Plan, kernel: KernelPlan, program: ProgramPlan) -> None:
-    """A reduce warp walks the accumulators of all GEMMs in the order in which the math warps fill them."""
+    """Each reduce warp walks the accumulators of all GEMMs in the order in which the math warps fill them."""
     specs = placed(plan)
 
     def accum(step: StepPlan) -> str | None:

@@ -492,7 +492,7 @@ class Schedule:
         self.housekeeper = (by, here())
 
     def accumulators(self, slots: int) -> None:
-        """Slots between the math warps and the reduce warp (8 KiB each)."""
+        """Slots between the math warps and those of the reduce role (8 KiB each)."""
         loc = here()
         if _integer(slots, "accumulators", loc) < 1:
             raise ScheduleError(f"accumulators({slots}): at least one", loc=loc)

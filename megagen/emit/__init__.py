@@ -151,7 +151,7 @@ def _program(plan: Plan, group: Sequence[ProgramPlan], first: bool) -> _Program:
 def _shared(plan: Plan, a: ProgramPlan, b: ProgramPlan) -> Iterator[str]:
     """Two programs in one: what both do is the same machine code, which the first of them fetches for the other."""
     steps = [[s.model_copy(update={"index": 0}).model_dump_json() for s in p.steps] for p in (a, b)]
-    for what, a1, a2, b1, b2 in SequenceMatcher(None, *steps, autojunk=False).get_opcodes():
+    for what, a1, a2, b1, b2 in SequenceMatcher(None, steps[0], steps[1], autojunk=False).get_opcodes():
         if what == "equal":
             for mine, other in zip(a.steps[a1:a2], b.steps[b1:b2], strict=True):
                 index = f"ctx.warp == {a.first} ? {mine.index} : {other.index}"

@@ -43,9 +43,7 @@ class ExpertGemm(Op):
         return (
             RoleSpec(name="load_weights", warps=(1,), reads=("table",), stream=True),
             RoleSpec(name="math", warps=(8,), align=4, reads=("in", "table"), ring=True, accum="out", registers=128),
-            RoleSpec(
-                name="reduce", warps=(1, 2), reads=("table",), accum="in", writes=("out",), regions=("outbox",)
-            ),
+            RoleSpec(name="reduce", warps=(1, 2), reads=("table",), accum="in", writes=("out",), regions=("outbox",)),
         )
 
     def constants(self) -> dict[str, int | float]:

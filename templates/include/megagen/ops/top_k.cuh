@@ -28,9 +28,9 @@ struct ExpertTable {
     __device__ __forceinline__ u32 used() const { return ptx::ld_shared_u32(base + kUsed, any); }
     __device__ __forceinline__ u32 ahead() const { return ptx::ld_shared_u32(base + kAhead, any); }
     __device__ __forceinline__ u32 expert(u32 i) const {
-        return ptx::ld_shared_u16(base + kOf + 4 * (any ? 0 : i), any);
+        return ptx::ld_shared_u32(base + kOf + 4 * (any ? 0 : i), any) & 0xffffu;
     }
-    __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u16(base + kOf + 4 * i + 2); }
+    __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u32(base + kOf + 4 * i) >> 16; }
     __device__ __forceinline__ u32 entry(u32 i, u32 column) const {
         return ptx::ld_shared_u16(base + kEntries + (i * kColumns + column) * 2);
     }
@@ -251,11 +251,12 @@ struct TopK {
         }
         if (Past::kFirst && ctx.lane == kFirstRest / 32 - 1) ptx::st_shared_u32(base + ExpertTable::kAhead, entries);
         if (ctx.lane == kWords<Ctx> - 1) ptx::st_shared_u32(base + ExpertTable::kUsed, entries);
-        if (valid && !ctx.dry) { // two lanes of a rehearsal may have found the same place
+        if (valid) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
                 constexpr u32 kColumns = ExpertTable::kColumns;
                 const u32 at = place[i] * kColumns + column[i], left = n[i] - column[i];
+                if (ctx.dry) continue; // two lanes may have found the same place
                 ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * at, (token << 8 | first) + i);
                 if (at % kColumns == 0)
                     ptx::st_shared_u32(base + ExpertTable::kOf + at / (kColumns / 4),

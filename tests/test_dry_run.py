@@ -216,7 +216,9 @@ MUTANTS = {
     "sum: loads": without(
         ROW, "low = ptx::ld_shared_f4(mine, ctx.dry)", "low = ptx::ld_shared_f4(mine)", kinds="unwritten race"
     ),
-    "tables: entries": without(TOP_K, "if (!ctx.dry) // two lanes may have found the same place\n", "\n", kinds="race"),
+    "tables: entries": without(
+        TOP_K, "if (ctx.dry) continue; // two lanes may have found the same place\n", "\n", kinds="race"
+    ),
     "experts: whose tokens": without(EXPERT, "ctx.dry || token <", "token <", kinds="race unwritten"),
     "experts: which tiles": without(EXPERT, "ctx.dry ? Run{{{0, 1}}} : Tiles", "Tiles", kinds="race unwritten"),
     "experts: whose scale": without(EXPERT, "ctx.dry ? 0 : table", "table", kinds="race unwritten"),

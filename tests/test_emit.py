@@ -77,7 +77,7 @@ def test_text_is_clean(each: tuple[str, Plan, str]) -> None:
     assert re.findall(r'extern "C" __global__ void .*? (\w+)\(', text) == [k.name for k in p.kernels]
 
 
-LOOP = r"ops::load_streams<.*|ops::expert_math<.*|switch \(ctx\.step\) \{|case \d+:|break;|\}(?:\);)?"
+LOOP = r"ops::load_streams<.*|ops::(?:dense|expert)_math<.*|switch \(ctx\.step\) \{|case \d+:|break;|\}(?:\);)?"
 
 
 def programs(text: str) -> list[list[str]]:
@@ -135,7 +135,7 @@ def test_hang_records_number_the_steps(each: tuple[str, Plan, str]) -> None:
     set_here = re.findall(rf"{NUMBERED}\n +(?:ctx\.dry_run\(\[&\] {{ )?(?:ops|Event)", text)
     found = [int(n) for numbers in set_here for n in numbers if n]
     found += [int(n) for n in re.findall(r" case (\d+):\n +(?:ops|Event)", text)]
-    for first, ops in re.findall(r"ops::expert_math<(\d+),.*\n((?: +policy::.*\n)+)", text):
+    for first, ops in re.findall(r"ops::(?:dense|expert)_math<(\d+),.*\n((?: +policy::.*\n)+)", text):
         found += range(int(first), int(first) + ops.count("policy::"))
     assert sorted(found) == sorted(want)
     assert bool(p.stamps) == ("ctx.enter(" in text) != ("ctx.step = " in text)
@@ -259,7 +259,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Settings:
 
 
 # Bytes stored and loaded, where any are.
-SPILLED = {"muse_swa": (20, 52), "muse_moe_top_k": (16, 16)}
+SPILLED: dict[str, tuple[int, int]] = {}
 
 
 @pytest.mark.parametrize("case", COMPILED)

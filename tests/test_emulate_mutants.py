@@ -85,8 +85,11 @@ SUM_STORE = (ROW, "ptx::st_shared_f32(mine + warp * 4, sum);")
 SUM_LOAD = (ROW, "const float4 low = ptx::ld_shared_f4(mine, ctx.dry)")
 CLEAR = (TOP_K, "ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);")
 MARK = (TOP_K, "ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);")
-COUNT = (TOP_K, "return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));")
+COUNT = (TOP_K, "const u32 mask = ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]);")
+BITS = (TOP_K, "word = ptx::ld_shared_u32(bits + 4 * own)")
 USED = (TOP_K, "u32 used() const")
+FOUND = (TOP_K, "u32 id = ptx::ld_shared_u32(own + kFound);")
+CHOSEN = (TOP_K, "const float chosen = ptx::ld_shared_f32(")
 POLL = (WAIT, "ptx::still_waiting(ok, edge, slot, phase);")
 VOTE = (WAIT, "__all_sync(kFullMask, ok)")
 LOAD = (CHANNEL, "return ptx::ld_relaxed_gpu_b128(address);")
@@ -114,7 +117,7 @@ CLUSTER_MEETS = (
 READ_PARTIALS = "if (!Op::Partials::read(ctx, v, valid, from(c), c == 0)) return;"
 RELEASE_PARTIALS = "Op::Partials::template release<2 * kBatch>(ctx, valid, from(c));"
 RELEASED = "Ctx::Ring::release(ctx, acc.sum(0, 0));"
-MULTIPLIED = "Weights::template multiply<kGroups, kTiles>("
+MULTIPLIED = "Weights::template multiply<kGroups, kTiles<Ctx>>("
 NONEMPTY = "if constexpr (kLamport) return nonempty_v(v, D::kEmpty, D::kElementBytes);"
 ACQUIRE = "if (!Ctx::Accum::acquire(ctx)) return;"
 ACQUIRE_MINE = "if (takes && !Ctx::Accum::acquire(ctx)) return;"
@@ -365,6 +368,12 @@ MUTANTS = (
         on=Variant(tokens=1),
     ),
     Mutant(
+        "math: both multiply the first chunk",
+        one(DENSE, "Gemm::load(ctx, slice, Gemm::chunk_of(ctx), b)", "Gemm::load(ctx, slice, 0, b)"),
+        wrong="pooled",
+        on=Variant(tokens=1),
+    ),
+    Mutant(
         "transpose: lanes swapped",
         one(ROW, "odd = (lane & 4) != 0, upper = (lane & 8) != 0", "odd = (lane & 8) != 0, upper = (lane & 4) != 0"),
         wrong="pooled",
@@ -404,29 +413,28 @@ MUTANTS = (
         "tables: no __syncwarp after clearing",
         one(
             TOP_K,
-            "        __syncwarp();\n        if (valid) {\n#pragma unroll\n"
-            "            for (u32 i = 0; i < 4; ++i) ptx::red",
-            "        if (valid) {\n            for (u32 i = 0; i < 4; ++i) ptx::red",
+            "        __syncwarp();\n        if (valid) {\n#pragma unroll\n            for (u32 i = 0; i < 4; ++i) {\n"
+            "                ptx::red_or_shared(base + ExpertTable::kMasks",
+            "        if (valid) {\n            for (u32 i = 0; i < 4; ++i) {\n"
+            "                ptx::red_or_shared(base + ExpertTable::kMasks",
         ),
         "race unwritten",
-        (MARK, CLEAR),
+        (MARK, CLEAR, (TOP_K, "ptx::st_shared_u32(base + ExpertTable::kSome + 4 * ctx.lane, 0);")),
     ),
     Mutant(
         "tables: no __syncwarp after marking",
-        one(TOP_K, "        __syncwarp();\n        u32 entries = 0;", "        u32 entries = 0;"),
+        one(TOP_K, "        __syncwarp();\n        u32 n[4],", "        u32 n[4],"),
         "race",
-        (MARK, COUNT),
+        (MARK, COUNT, BITS),
     ),
     Mutant(
-        "tables: no __syncwarp before the entries",
+        "tables: no __syncwarp after marking experts of two entries",
         one(
-            TOP_K,
-            "        __syncwarp();\n        if (valid) {\n#pragma unroll\n"
-            "            for (u32 i = 0; i < 4; ++i) {\n                const u32 rank",
-            "        if (valid) {\n            for (u32 i = 0; i < 4; ++i) {\n                const u32 rank",
+            TOP_K, "            __syncwarp();\n            entries += place_after", "            entries += place_after"
         ),
-        "race unwritten",
-        ((TOP_K, "ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i])"),),
+        "race",
+        (BITS, (TOP_K, "ptx::red_or_shared(base + ExpertTable::kMany")),
+        on=Variant(tokens=16),
     ),
     Mutant(
         "table: read before it is ready",
@@ -443,6 +451,26 @@ MUTANTS = (
         ),
         "diverged deadlock",
         ((TOP_K, "const u32 top = __reduce_max_sync"),),
+    ),
+    Mutant(
+        "select: no __syncwarp after the search",
+        one(TOP_K, "            __syncwarp();\n            u32 id =", "            u32 id ="),
+        "race unwritten",
+        (FOUND, CHOSEN, (TOP_K, "if (winner) ptx::st_shared_u32"), (TOP_K, "ptx::st_shared_f4(ctx.shared + kAll")),
+    ),
+    Mutant(
+        "select: no __syncwarp before the message",
+        one(
+            TOP_K,
+            "            __syncwarp();\n            if (ctx.lane < Op::kTopK / 2)",
+            "            if (ctx.lane < Op::kTopK / 2)",
+        ),
+        "race unwritten",
+        (
+            (TOP_K, "ptx::ld_shared_v4(ctx.shared + kMessage"),
+            (TOP_K, "ptx::st_shared_u32(own + kMessage, id);"),
+            (TOP_K, "ptx::st_shared_f32(own + kMessage"),
+        ),
     ),
     # -- lamport
     Mutant(

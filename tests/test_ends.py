@@ -389,7 +389,7 @@ MUTANTS = (
         one(CHOOSE, "vector(i) * 4 / kVote * kReal", "(Op::kParts - 1 - vector(i) * 4 / kVote) * kReal"),
         wrong="ids",
     ),
-    Mutant("NaN is the largest", one(ROW, "if (x != x) return 1;", "if (x != x) return 0xfffffffeu;"), wrong="ids"),
+    Mutant("NaN is the largest", one(ROW, "x != x ? 1 : key", "x != x ? 0xfffffffeu : key"), wrong="ids"),
     Mutant("padding is chosen", one(CHOOSE, "if (real) best.meet", "best.meet"), wrong="ids"),
     Mutant("the cap is not there", one(CHOOSE, "Op::kCap * tanhf(x * Op::kMultiplier)", "x"), wrong="ids"),
     Mutant(

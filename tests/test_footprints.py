@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,6 +82,13 @@ def steps(plan: Plan) -> Iterator[tuple[ProgramPlan, StepPlan]]:
     return ((p, s) for k in plan.kernels for p in k.programs for s in p.steps)
 
 
+def reads_at_once(plan: Plan, program: ProgramPlan) -> bool:
+    """Whether the router's step reads for the pooler's math too: that follows, and neither is dealt to clusters."""
+    calls = [(s.op, s.call) for s in program.steps]
+    dealt = SyncKind.CLUSTER in (plan.channel(name).kind for name in ("logits", "pooled_partials"))
+    return (("router", "math"), ("pooler", "math")) in pairwise(calls) and not dealt
+
+
 def expected(plan: Plan, program: ProgramPlan, step: StepPlan, stages: Counter[int]) -> frozenset[Touch]:
     """The model's touches. ``stages``: how many a block loads, by step.
 
@@ -92,6 +100,8 @@ def expected(plan: Plan, program: ProgramPlan, step: StepPlan, stages: Counter[i
         loaded = sum(stages[s.index] for s in program.steps if s.index <= step.index)
         if loaded <= step.args[2]:
             known -= {Touch("wait", "barrier", plan.ring.full)}
+    if step.op == "pooler" and reads_at_once(plan, program):
+        known = frozenset(touch for touch in known if touch.name != plan.op("pooler").channels["in"])
     if plan.guess is not None:  # which copy it is a word in it says: bytes of a tensor are not told apart
         known -= {touch for touch in known if touch.name == plan.guess.parameter}
     if step.op == "combine" and plan.channel("expert_out").kind not in COUNTED:

@@ -462,7 +462,7 @@ def test_arrivals_are_what_writers_publish(tp: int, split: str) -> None:
     found = {c.name: (c.arrivals, c.arrivals_per) for c in plan.channels if c.kind in ("counter", "flag")}
     assert found == {
         "normed": (8, "token"), "expert_in": (8, "token"), "combined": (16, "token"),  # eight warps a token
-        "pooled_partials": (4 * 256 // tp, "launch"), "unpooled_partials": (4 * 512 // tp, "launch"),  # a unit each
+        "pooled_partials": (8 * 256 // tp, "launch"), "unpooled_partials": (4 * 512 // tp, "launch"),  # a unit each
         "pooled": (256 // tp, "launch"), "unpooled": (512 // tp, "launch"),  # a row block each
         # a stage of 16 rows with K = 4096; of 128 rows with K = 512
         "expert_out": (4096 // tp // 16 if split == "nn" else 4096 // 128, "expert"),

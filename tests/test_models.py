@@ -46,7 +46,7 @@ def test_tensors(tp: int, split: str) -> None:
         "logits": ((8, 16, 5, 16), "fp32", *within),  # two stages of 512 a chunk, row blocks of 16 experts
         "routes": ((5, 16), "u32", *within),
         "table": ((1,), "u32", "internal", "block", None),
-        "pooled_partials": ((4, 256 // tp, 5, 16), "fp32", *within),
+        "pooled_partials": ((8, 256 // tp, 5, 16), "fp32", *within),
         "pooled": ((5, 4096), "bf16", "internal", "world", 1),
         "expert_in": ((5, 4096), "bf16", *within),
         "expert_mid": ((5, 8, 4096), "bf16", "internal", "world", 2),

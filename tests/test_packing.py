@@ -40,9 +40,13 @@ def device_value(data: bytes, t: Tiles, row: int, k: int) -> float:
     stage = chunk * stages_rows + group_of_rows if t.chunk_major else group_of_rows * stages_k + chunk
     row_block, row = divmod(row, 16)
     slice_k = t.stage_k // 8
-    which_slice, k = divmod(k, slice_k)
     groups = slice_k // 64
-    group, k = divmod(k, 64)
+    if t.chunk_major:  # a dense matrix deals groups of 64 in turns
+        group, k = divmod(k, 512)
+        which_slice, k = divmod(k, 64)
+    else:
+        which_slice, k = divmod(k, slice_k)
+        group, k = divmod(k, 64)
     lane, below, k = row % 8 * 4 + k // 16, row // 8, k % 16
     slice_bytes = int(16 * slice_k * t.dtype.bits / 8)
     base = stage * int(t.stage_rows * t.stage_k * t.dtype.bits / 8) + (row_block * 8 + which_slice) * slice_bytes

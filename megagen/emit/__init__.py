@@ -167,8 +167,8 @@ def _shared(plan: Plan, a: ProgramPlan, b: ProgramPlan) -> Iterator[str]:
 
 
 def _lines(plan: Plan, program: ProgramPlan) -> Iterator[str]:
-    """A producer's streams, and what comes between them, share one loop; so do the maths of experts' GEMMs in a row, and
-    dense ones that read the same share that."""
+    """A producer's streams, and what comes between them, share one loop, maths of experts' GEMMs in a row one too, and
+    those of dense ones what they read."""
     streams = [i for i, step in enumerate(program.steps) if step.call == STREAM]
     first, end = (streams[0], streams[-1] + 1) if streams else (0, 0)
     for step in program.steps[:first]:

@@ -19,7 +19,7 @@ RING_FULL, RING_EMPTY, ACCUM_FULL, ACCUM_EMPTY, TABLE_READY = (
     "ring_full", "ring_empty", "accum_full", "accum_empty", "table_ready"
 )  # fmt: skip
 RING, ACCUM, TABLE = "ring", "accum", "table"
-TABLE_BYTES = 16 + 4 * 256 + 2 * 256 + (2 + 2 + 16) * 128  # ops/top_k.cuh, ExpertTable
+TABLE_BYTES = 16 + 4 * 256 + 2 * 4 * 16 + (4 + 16) * 128  # ops/top_k.cuh, ExpertTable
 
 
 HISTORY_COPIES = 2

@@ -3,10 +3,10 @@
 A matrix is stored as the ring stages that the kernel streams, each of ``stage_rows`` x ``stage_k`` weights, so that a
 stage is one contiguous bulk copy. Within a stage: 16-row blocks, then eight slices of K (one a math warp), then
 groups of 64 K. An expert's slice is a stretch of its stage's K; a dense matrix deals groups to slices in turns, so that
-a warp has the same K of a unit whatever its stages are. Of a group, lane 4 g + t owns rows g and g + 8 and k = 16 t .. 16 t + 15, which is one NVFP4 scale
-block a row; both its MMA fragments and its loads are 16 bytes wide. With [gate; up] a row block holds 8 gate rows and
-the 8 matching up rows. Vectors are plain fp32. A matrix of an op that streams none (the embedding) stays as it is,
-row after row.
+a warp has the same K of a unit whatever its stages are. Of a group, lane 4 g + t owns rows g and g + 8 and
+k = 16 t .. 16 t + 15, which is one NVFP4 scale block a row; both its MMA fragments and its loads are 16 bytes wide.
+With [gate; up] a row block holds 8 gate rows and the 8 matching up rows. Vectors are plain fp32. A matrix of an op that
+streams none (the embedding) stays as it is, row after row.
 
 NVFP4 weights are permuted within 32-bit words (see :func:`_pair_bits`) so that one AND, after at most a shift,
 yields a bf16 pair worth value * 2^-126; scales are stored so that a shift yields bf16 worth scale * 2^119. The

@@ -324,6 +324,19 @@ def _quotient() -> Data:
     return Data((x, y), want, unit=unit, bound=np.where(tiny | near, np.inf, np.where(huge, 0.0, 2.0)))
 
 
+def _reciprocal() -> Data:
+    """PTX ISA, rcp.approx.ftz: 1 ulp; subnormal numbers are zeros, of operands and results."""
+    rng = np.random.default_rng(16)
+    x = np.concatenate([SPECIAL, _random(17, ELEMENTS // 2), _bits(rng.uniform(1, 4, ELEMENTS))])[:ELEMENTS]
+    with np.errstate(all="ignore"):
+        real = _f32(x).astype(np.float64)
+        assert not (np.abs(np.abs(real) / 2.0**126 - 1) < 1e-6).any(), "either side of the least normal result"
+        flushed = np.where(np.abs(real) < 2.0**-126, np.copysign(0.0, real), real)
+        want = _overflowing(1 / flushed)
+        want = np.where(np.abs(want) < 2.0**-126, np.copysign(0.0, want), want)
+    return Data((x,), want, unit=_ulp(want), bound=np.full(ELEMENTS, 1.5))
+
+
 def _inverse_root() -> Data:
     """CUDA programming guide, standard functions: rsqrtf is good to 2 ulp; subnormal numbers are numbers."""
     rng = np.random.default_rng(14)
@@ -576,6 +589,7 @@ CASES: tuple[Case, ...] = (
     Case("arithmetic", "convert.cu", "arithmetic", _arithmetic, blocks=4),
     Case("exponential", "convert.cu", "exponential", _exponential, blocks=4, unit="ulp"),
     Case("power_of_two", "convert.cu", "power_of_two", _power_of_two, blocks=4, unit="ulp"),
+    Case("reciprocal", "convert.cu", "reciprocal", _reciprocal, blocks=4, unit="ulp"),
     Case("quotient", "convert.cu", "quotient", _quotient, blocks=4, unit="ulp"),
     Case("inverse_root", "convert.cu", "inverse_root", _inverse_root, blocks=4, unit="ulp"),
     Case("multiply_bf16", "mma.cu", "multiply_bf16", _multiply_bf16, blocks=4, unit="of the terms' sum"),

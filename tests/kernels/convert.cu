@@ -64,6 +64,11 @@ extern "C" __global__ void power_of_two(const __grid_constant__ Params<1> p) {
     for (u32 i = first(); i < first() + kTurns; ++i) put_f32(p.out, i, ptx::exp2(get_f32(p.in[0], i)));
 }
 
+extern "C" __global__ void reciprocal(const __grid_constant__ Params<1> p) {
+#pragma unroll 1
+    for (u32 i = first(); i < first() + kTurns; ++i) put_f32(p.out, i, ptx::reciprocal(get_f32(p.in[0], i)));
+}
+
 extern "C" __global__ void quotient(const __grid_constant__ Params<2> p) {
 #pragma unroll 1
     for (u32 i = first(); i < first() + kTurns; ++i)

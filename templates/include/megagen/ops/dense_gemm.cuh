@@ -380,7 +380,7 @@ constexpr bool kSameOperand = kSame<typename A::In, typename B::In> && A::kK == 
 
 // Role math of one op after the other, which are steps kStep, kStep + 1, ... and read the same. Where they take the
 // same of it, it is read once.
-template <u32 kStep, u32 kFirstWarp, DenseGemmPolicy First, DenseGemmPolicy... Rest, class Ctx>
+template <u32 kStep, u32 kFirstWarp, class First, class... Rest, class Ctx>
 MEGAGEN_DEVICE void dense_math(Ctx& ctx) {
     using Gemm = DenseGemm<First>;
     ctx.enter(kStep);

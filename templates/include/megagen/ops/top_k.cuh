@@ -11,15 +11,15 @@ namespace megagen {
 // ascending in both, so that an entry fits one n8 MMA tile. An expert with more tokens has two entries. The order does
 // not depend on how the launch is placed, but that those that L2 was asked for may come before the others.
 struct ExpertTable {
-    static constexpr u32 kPairs = 128;                   // tokens * top_k at most, and so entries
-    static constexpr u32 kColumns = 8;                   // tokens of an entry
-    static constexpr u32 kUsed = 0;                      // u32: entries
-    static constexpr u32 kAhead = 4;                     // u32: those that come first
-    static constexpr u32 kMasks = 16;                    // u32[256]: tokens of each expert
-    static constexpr u32 kFirst = kMasks + 4 * 256;      // u16[256]: its first entry
-    static constexpr u32 kExpert = kFirst + 2 * 256;     // u16[kPairs]: an entry's expert
-    static constexpr u32 kCount = kExpert + 2 * kPairs;  // u16[kPairs]: its tokens
-    static constexpr u32 kEntries = kCount + 2 * kPairs; // u16[kPairs][kColumns]: token << 8 | slot
+    static constexpr u32 kPairs = 128;                // tokens * top_k at most, and so entries
+    static constexpr u32 kColumns = 8;                // tokens of an entry
+    static constexpr u32 kUsed = 0;                   // u32: entries
+    static constexpr u32 kAhead = 4;                  // u32: those that come first
+    static constexpr u32 kMasks = 16;                 // u32[256]: tokens of each expert
+    static constexpr u32 kSome = kMasks + 4 * 256;    // u32[16]: a bit an expert that has any, by rank among all
+    static constexpr u32 kMany = kSome + 4 * 16;      // u32[16]: the same, of those with two entries
+    static constexpr u32 kOf = kMany + 4 * 16;        // u32[kPairs]: an entry's tokens << 16 | expert
+    static constexpr u32 kEntries = kOf + 4 * kPairs; // u16[kPairs][kColumns]: token << 8 | slot
     static constexpr u32 kBytes = kEntries + 2 * kColumns * kPairs;
 
     u32 base;
@@ -28,9 +28,9 @@ struct ExpertTable {
     __device__ __forceinline__ u32 used() const { return ptx::ld_shared_u32(base + kUsed, any); }
     __device__ __forceinline__ u32 ahead() const { return ptx::ld_shared_u32(base + kAhead, any); }
     __device__ __forceinline__ u32 expert(u32 i) const {
-        return ptx::ld_shared_u16(base + kExpert + 2 * (any ? 0 : i), any);
+        return ptx::ld_shared_u32(base + kOf + 4 * (any ? 0 : i), any) & 0xffffu;
     }
-    __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u16(base + kCount + 2 * i); }
+    __device__ __forceinline__ u32 count(u32 i) const { return ptx::ld_shared_u32(base + kOf + 4 * i) >> 16; }
     __device__ __forceinline__ u32 entry(u32 i, u32 column) const {
         return ptx::ld_shared_u16(base + kEntries + (i * kColumns + column) * 2);
     }
@@ -176,7 +176,29 @@ struct TopK {
         return __popc(ptx::ld_shared_u32(table + ExpertTable::kMasks + 4 * expert));
     }
 
-    // Lane: four (token, slot) pairs, and every 32nd expert. Ids are masked, so that garbage stays in bounds. A
+    static constexpr u32 kFirstRest = 256; // rank of the first expert that no guess has
+    template <class Ctx>
+    static constexpr u32 kWords = Guess<typename Op::Table::Description>::kFirst ? 16 : 8;
+
+    // place += bits set before each rank. Lane i: bits of words 0 to i, for i < kWords.
+    template <class Ctx>
+    MEGAGEN_DEVICE u32 place_after(const Ctx& ctx, u32 bits, const u32 (&rank)[4], u32 (&place)[4]) {
+        const u32 own = ctx.lane % kWords<Ctx>, word = ptx::ld_shared_u32(bits + 4 * own), set = __popc(word);
+        u32 sum = set;
+#pragma unroll
+        for (u32 d = 1; d < kWords<Ctx>; d *= 2) {
+            const u32 more = __shfl_up_sync(kFullMask, sum, d);
+            if (own >= d) sum += more;
+        }
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 within = __shfl_sync(kFullMask, word, rank[i] / 32) & ((1u << rank[i] % 32) - 1);
+            place[i] += __shfl_sync(kFullMask, sum - set, rank[i] / 32) + __popc(within);
+        }
+        return sum;
+    }
+
+    // Lane: four (token, slot) pairs. Ids are masked, so that garbage stays in bounds. A
     // rehearsal makes a table too: nobody reads one before the barrier.
     template <class Ctx>
     MEGAGEN_DEVICE void tables(Ctx& ctx) {
@@ -186,73 +208,59 @@ struct TopK {
         const u32 base = Op::Table::get(ctx).base;
 #pragma unroll
         for (u32 i = 0; i < kPer; ++i) ptx::st_shared_u32(base + ExpertTable::kMasks + 4 * (i * 32 + ctx.lane), 0);
+        ptx::st_shared_u32(base + ExpertTable::kSome + 4 * ctx.lane, 0);
         if (!Op::Routes::wait(ctx)) return;
         const u32 token = ctx.lane / 2, first = ctx.lane % 2 * 4;
         const bool valid = token < ctx.tokens;
         uint4 v[1];
         if (!Op::Routes::read(ctx, v, valid, [&](u32) { return token * 2 * Op::kTopK + first; })) return;
         const u32 ids[4] = {v[0].x & 255, v[0].y & 255, v[0].z & 255, v[0].w & 255};
-        __syncwarp();
-        if (valid) {
+        u32 rank[4]; // of an expert among all: by its id, but those that the guess has come first
 #pragma unroll
-            for (u32 i = 0; i < 4; ++i) ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);
-        }
-        __syncwarp();
-        u32 entries = 0;                // of those that come first
-        const auto leads = [&](u32 i) { // does expert i * 32 + lane?
-            if constexpr (!Past::kFirst) return false;
-            constexpr u32 kLanes = 32 / kPer; // whose marks are of 32 experts
-            return (__shfl_sync(kFullMask, marks, i * kLanes + ctx.lane / kPer) >> ctx.lane % kPer & 1) != 0;
-        };
-        const u32 below = (1u << ctx.lane) - 1;
-        const auto expert_of = [&](u32 i) { return i % kPer * 32 + ctx.lane; };
-        if constexpr (Past::kFirst) {
-#pragma unroll 1
-            for (u32 i = 0; i < kPer; ++i) {
-                const u32 n = leads(i) ? tokens_of(base, expert_of(i)) : 0;
-                entries += __popc(__ballot_sync(kFullMask, n > 0)) +
-                           __popc(__ballot_sync(kFullMask, n > ExpertTable::kColumns));
+        for (u32 i = 0; i < 4; ++i) {
+            rank[i] = ids[i];
+            if constexpr (Past::kFirst) {
+                if ((__shfl_sync(kFullMask, marks, ids[i] / kPer) >> ids[i] % kPer & 1) == 0) rank[i] += kFirstRest;
             }
-            if (ctx.lane == 0) ptx::st_shared_u32(base + ExpertTable::kAhead, entries);
         }
-        u32 rest = entries, front = 0; // where the next entry is, of those behind and of those that come first
-        u32 ahead = tokens_of(base, expert_of(0));
-#pragma unroll 1
-        for (u32 i = 0; i < kPer; ++i) {
-            const u32 expert = expert_of(i), n = ahead;
-            ahead = tokens_of(base, expert_of(i + 1)); // on its way
-            u32 place = 0;
-            const auto deal = [&](bool here, u32& next) {
-                const u32 some = __ballot_sync(kFullMask, here && n > 0);
-                const u32 many = __ballot_sync(kFullMask, here && n > ExpertTable::kColumns);
-                if (here) place = next + __popc(some & below) + __popc(many & below);
-                next += __popc(some) + __popc(many);
-            };
-            const bool leading = leads(i);
-            deal(!leading, rest);
-            if constexpr (Past::kFirst) deal(leading, front);
-            ptx::st_shared_u16(base + ExpertTable::kFirst + 2 * expert, place);
-            const auto enter = [&](u32 at, u32 count) {
-                ptx::st_shared_u16(base + ExpertTable::kExpert + 2 * at, expert);
-                ptx::st_shared_u16(base + ExpertTable::kCount + 2 * at, count);
-            };
-            if (n > 0) enter(place, n < ExpertTable::kColumns ? n : ExpertTable::kColumns);
-            if (n > ExpertTable::kColumns) enter(place + 1, n - ExpertTable::kColumns);
-        }
-        if (ctx.lane == 31) ptx::st_shared_u32(base + ExpertTable::kUsed, rest);
-        u32 entry[4];
         __syncwarp();
         if (valid) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                const u32 rank =
-                    __popc(ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]) & ((1u << token) - 1));
-                entry[i] = ptx::ld_shared_u16(base + ExpertTable::kFirst + 2 * ids[i]) * ExpertTable::kColumns + rank;
+                ptx::red_or_shared(base + ExpertTable::kMasks + 4 * ids[i], 1u << token);
+                ptx::red_or_shared(base + ExpertTable::kSome + rank[i] / 32 * 4, 1u << rank[i] % 32);
             }
+        }
+        __syncwarp();
+        u32 n[4], column[4], place[4] = {}, most = 0; // an expert's tokens, this one among them, its first entry
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i) {
+            const u32 mask = ptx::ld_shared_u32(base + ExpertTable::kMasks + 4 * ids[i]);
+            n[i] = __popc(mask), column[i] = __popc(mask & ((1u << token) - 1));
+            most = n[i] > most ? n[i] : most;
+        }
+        u32 entries = place_after(ctx, base + ExpertTable::kSome, rank, place);
+        if (__any_sync(kFullMask, most > ExpertTable::kColumns)) {
 #pragma unroll
             for (u32 i = 0; i < 4; ++i) {
-                if (!ctx.dry) // two lanes may have found the same place
-                    ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * entry[i], token << 8 | (first + i));
+                if (valid && n[i] > ExpertTable::kColumns)
+                    ptx::red_or_shared(base + ExpertTable::kMany + rank[i] / 32 * 4, 1u << rank[i] % 32);
+            }
+            __syncwarp();
+            entries += place_after(ctx, base + ExpertTable::kMany, rank, place);
+        }
+        if (Past::kFirst && ctx.lane == kFirstRest / 32 - 1) ptx::st_shared_u32(base + ExpertTable::kAhead, entries);
+        if (ctx.lane == kWords<Ctx> - 1) ptx::st_shared_u32(base + ExpertTable::kUsed, entries);
+        if (valid) {
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                constexpr u32 kColumns = ExpertTable::kColumns;
+                const u32 at = place[i] * kColumns + column[i], left = n[i] - column[i];
+                if (ctx.dry) continue; // two lanes may have found the same place
+                ptx::st_shared_u16(base + ExpertTable::kEntries + 2 * at, (token << 8 | first) + i);
+                if (at % kColumns == 0)
+                    ptx::st_shared_u32(base + ExpertTable::kOf + at / (kColumns / 4),
+                                       (left < kColumns ? left : kColumns) << 16 | ids[i]);
             }
         }
         Event<typename Op::Table::Description::Ready>::arrive(ctx);

@@ -61,7 +61,7 @@ class Attention(Op):
         }
 
     def publishes(self, role: str) -> tuple[int, Per]:
-        return (2 * self.chunks * self.heads, "launch") if role == "attend" else (self.heads, "token")
+        return (self.chunks * self.heads, "launch") if role == "attend" else (self.heads, "token")
 
     def cost(self, routing: Routing) -> Cost:
         """The window is full; what tokens share is read once."""

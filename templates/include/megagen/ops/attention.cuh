@@ -58,26 +58,22 @@ struct Attention : AttentionTile {
     // The first number that a token sees.
     MEGAGEN_DEVICE u32 oldest(u32 position) { return position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0; }
 
-    // Warps kFirstWarp .. kFirstWarp + 7, each a head and a slot at a time for eight tokens: two multiply the same keys
-    // and values, and have half of the weights to find and of the sums to send. Of a slot that no token sees too: those
-    // who merge do not tell one from the others.
+    // Warps kFirstWarp .. kFirstWarp + 7, each a head and a slot at a time. Of a slot that no token sees too: those who
+    // merge do not tell one from the others.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void attend(Ctx& ctx) {
         if (!Op::Q::wait(ctx) || !Op::Keys::wait(ctx) || !Op::Values::wait(ctx)) return;
-        const u32 halves = ctx.tokens > 8 ? 2 : 1; // of the tokens
-        const Range mine =
-            ctx.rounds(share_of(Op::kChunks * Op::kHeads * halves, ctx.block, Ctx::Kernel::kBlocks), kWarps);
+        const Range mine = ctx.rounds(share_of(Op::kChunks * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
         const Live live(ctx);
         const Rows rows(ctx);
 #pragma unroll 1
         for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
-            const u32 place = unit / halves, half = unit % halves;
-            const u32 slot = place / Op::kHeads, head = place % Op::kHeads;
+            const u32 slot = unit / Op::kHeads, head = unit % Op::kHeads;
             if (!live.has(slot))
-                send_nothing(ctx, place * Ctx::Kernel::kTokens, half);
-            else if (!attend(ctx, live, rows, slot, head, half))
+                send_nothing(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens);
+            else if (!attend(ctx, live, rows, slot, head))
                 return;
-            Op::Partials::publish(ctx, 3 - halves); // of a head and slot two in all
+            Op::Partials::publish(ctx);
         }
     }
 
@@ -101,17 +97,16 @@ struct Attention : AttentionTile {
 
     // What send_partials sends, of no keys: a lane has four dims of a token, then one its largest score and sum.
     template <class Ctx>
-    MEGAGEN_DEVICE void send_nothing(const Ctx& ctx, u32 first, u32 half) {
+    MEGAGEN_DEVICE void send_nothing(const Ctx& ctx, u32 first) {
         const u32 e = ctx.lane * 4, none = e < kHeadDim ? 0 : kNone;
-        const u32 last = half == 0 && ctx.tokens > 8 ? 8 : ctx.tokens;
 #pragma unroll 1
-        for (u32 token = 8 * half; token < last; ++token) {
+        for (u32 token = 0; token < ctx.tokens; ++token) {
             if (e <= kHeadDim) Op::Partials::send(ctx, first + token, e, uint4{none, 0, 0, 0});
         }
     }
 
     template <class Ctx>
-    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Rows& rows, u32 slot, u32 head, u32 half) {
+    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Rows& rows, u32 slot, u32 head) {
         const u32 g = ctx.lane / 4, t = ctx.lane % 4;
         const u32 start = (live.begin + live.after(slot)) * kKeyChunk;
         const u32 chunk = (head / (Op::kHeads / Op::kKvHeads) * Op::kChunks + slot) * kKeyChunk;
@@ -122,31 +117,36 @@ struct Attention : AttentionTile {
 
         float s[kTiles][4] = {}; // rows g (0, 1) and g + 8 (2, 3), keys 16 t + 2 n and the next
 #pragma unroll
-        for (u32 part = 0; part < 2; ++part) multiply(s, part, left(a), k, part * kTiles);
+        for (u32 half = 0; half < 2; ++half) multiply(s, half, left(a), k, half * kTiles);
         // Values are asked for when the keys do not need their registers any more.
         if (ptx::never_true(s[0][0] + s[kTiles - 1][0]) || !Op::Values::read(ctx, v, true, fragment)) return false;
         const bool whole = start + kKeyChunk <= ctx.context && start + Op::kWindow > ctx.context + 15;
-        float x[kTiles][4]; // of this half's rows, in the places of the first
-#pragma unroll
-        for (u32 n = 0; n < kTiles; ++n)
-            x[n][0] = row_of(half, s[n][0], s[n][2]), x[n][1] = row_of(half, s[n][1], s[n][3]);
-        if (!whole) {
-            const u32 position = row_of(half, rows.position[0], rows.position[1]);
-            mask(seen(ctx, oldest(position), row_of(half, rows.ancestors[0], rows.ancestors[1]), start + t * 16), 0, x);
-        }
+        float most[2] = {}, sum[2] = {};
         u32 p[kTiles][2] = {};
-        const float most = quad_max(most_of(x, 0, x[0][0]));
-        const float shift = most == __uint_as_float(kNone) ? 0.0f : -(most * Op::kScale);
-        const float sum = quad_sum(weights_of(x, 0, Op::kScale, shift, 0, p));
+#pragma unroll 1
+        for (u32 h = ctx.tokens > 8 ? 2 : 1; h-- > 0;) { // rolled, or it would be twice the code
+            float x[kTiles][4];
+#pragma unroll
+            for (u32 n = 0; n < kTiles; ++n)
+                x[n][0] = row_of(h, s[n][0], s[n][2]), x[n][1] = row_of(h, s[n][1], s[n][3]);
+            if (!whole) {
+                const u32 position = row_of(h, rows.position[0], rows.position[1]);
+                mask(seen(ctx, oldest(position), row_of(h, rows.ancestors[0], rows.ancestors[1]), start + t * 16), 0,
+                     x);
+            }
+#pragma unroll
+            for (u32 n = 0; n < kTiles; ++n) p[n][1] = p[n][0];
+            most[1] = most[0], sum[1] = sum[0];
+            most[0] = quad_max(most_of(x, 0, x[0][0]));
+            const float shift = most[0] == __uint_as_float(kNone) ? 0.0f : -(most[0] * Op::kScale);
+            sum[0] = quad_sum(weights_of(x, 0, Op::kScale, shift, 0, p));
+        }
 
         if (start < live.first || start + kKeyChunk > live.end) drop_unseen(live.first, live.end, start + t * 16, v);
         float o[kTiles][4] = {};
 #pragma unroll
-        for (u32 part = 0; part < 2; ++part) multiply(o, part, left(p), v, part * kTiles);
-        const u32 token = 8 * half + g;
-        if (token < ctx.tokens)
-            send_row<typename Op::Partials>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens + token, 0, o, most,
-                                            sum);
+        for (u32 half = 0; half < 2; ++half) multiply(o, half, left(p), v, half * kTiles);
+        send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
         return true;
     }
 

@@ -168,28 +168,24 @@ struct AttentionTile {
         }
     }
 
-    // A head's sums for a token, row h of the MMA's two that this lane has, as a row of the partial results: 64
-    // weighted sums of V, then the largest score and the sum of weights.
-    template <class Partials, class Ctx>
-    MEGAGEN_DEVICE void send_row(const Ctx& ctx, u32 row, u32 h, const float (&o)[kTiles][4], float most, float sum) {
-        const u32 t = ctx.lane % 4;
-        const auto word = [&](u32 n, u32 i) { return __float_as_uint(row_of(h, o[n][i], o[n][2 + i])); };
-#pragma unroll
-        for (u32 n = 0; n < kTiles; n += 2)
-            Partials::send(ctx, row, t * 16 + 2 * n, uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
-        if (t == 0) Partials::send(ctx, row, kHeadDim, uint4{__float_as_uint(most), __float_as_uint(sum), 0, 0});
-    }
-
-    // For both tokens, as rows first + token. `kUnroll` 1: less code; 2: fewer registers.
+    // A head's sums for both tokens, as rows first + token of the partial results: 64 weighted sums of V, then the
+    // largest score and the sum of weights. `kUnroll` 1: less code; 2: fewer registers.
     template <class Partials, u32 kUnroll, class Ctx>
     MEGAGEN_DEVICE void send_partials(Ctx& ctx, u32 first, const float (&o)[kTiles][4], const float (&most)[2],
                                       const float (&sum)[2]) {
-        const u32 g = ctx.lane / 4;
+        const u32 g = ctx.lane / 4, t = ctx.lane % 4;
 #pragma unroll(kUnroll)
         for (u32 h = 0; h < 2; ++h) {
             const u32 token = g + 8 * h;
             if (token >= ctx.tokens) break;
-            send_row<Partials>(ctx, first + token, h, o, row_of(h, most[0], most[1]), row_of(h, sum[0], sum[1]));
+            const u32 row = first + token;
+            const auto word = [&](u32 n, u32 i) { return __float_as_uint(row_of(h, o[n][i], o[n][2 + i])); };
+#pragma unroll
+            for (u32 n = 0; n < kTiles; n += 2)
+                Partials::send(ctx, row, t * 16 + 2 * n, uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
+            const u32 stat[2] = {__float_as_uint(row_of(h, most[0], most[1])),
+                                 __float_as_uint(row_of(h, sum[0], sum[1]))};
+            if (t == 0) Partials::send(ctx, row, kHeadDim, uint4{stat[0], stat[1], 0, 0});
         }
     }
 

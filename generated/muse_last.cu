@@ -20,27 +20,27 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 217376, kSlots = 6, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 216992, kSlots = 6, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 217424, kSlots = 6, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 217040, kSlots = 6, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 217472, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 217088, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 217488, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 217104, kSlots = 2, kCount = 2, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 217504, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 217120, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupFinalNorm {
-  static constexpr u32 kOffset = 217512, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 217128, kSlots = 1, kCount = 8, kIndex = 5;
 };
 }  // namespace barrier
 
 namespace channel {
-struct FinalNormed {  // lamport, _ends.py:57
+struct FinalNormed {  // lamport, _ends.py:59
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -52,7 +52,7 @@ struct HeadPartials {  // lamport, muse_last.py:22
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 626688, kBytes = 12935168, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 12632, kIndex = 7;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 25264, kIndex = 7;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -113,7 +113,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
-  static constexpr u32 kNotes = 217104;
+  static constexpr u32 kNotes = 216720;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -136,18 +136,18 @@ struct KernelPolicy {
 using Ctx = Context<KernelPolicy>;
 
 namespace policy {
-struct FinalNorm {  // _ends.py:46
+struct FinalNorm {  // _ends.py:48
   using In = Input<tensor::Stream>;
   using Out = Channel<channel::FinalNormed>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 0;
   static constexpr u32 kRoundInput = 1;
-  static constexpr u32 kScratch = 217312;
+  static constexpr u32 kScratch = 216928;
   using Group = barrier::GroupFinalNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.final_gain; }
 };
-struct LmHead {  // _ends.py:47
+struct LmHead {  // _ends.py:49
   using In = Channel<channel::FinalNormed>;
   using Partials = Channel<channel::HeadPartials>;
   static constexpr u32 kRows = 25264;
@@ -181,45 +181,43 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_last(const __grid_cons
   if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp >= 4) {  // warps 4 to 11
-      ctx.step = 11;
-      ctx.attach();
       ctx.step = 12;
-      ops::RmsNorm<policy::FinalNorm>::compute<4>(ctx);  // _ends.py:46
+      ctx.attach();
       ctx.step = 13;
-      ops::DenseGemm<policy::LmHead>::math<4>(ctx);  // _ends.py:47
+      ops::RmsNorm<policy::FinalNorm>::compute<4>(ctx);  // _ends.py:48
       ctx.step = 14;
+      ops::DenseGemm<policy::LmHead>::math<4>(ctx);  // _ends.py:49
+      ctx.step = 15;
       ops::Choose<policy::Choose>::score<4>(ctx);  // muse_last.py:21
     }
   }
   else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 3) {  // warp 3
-      ctx.step = 7;
+    if (ctx.warp >= 2) {  // warps 2 to 3
+      ctx.step = ctx.warp == 2 ? 5 : 7;
       ctx.attach();
-      ctx.step = 8;
-      ops::Choose<policy::Choose>::pick(ctx);  // muse_last.py:21
-      ctx.step = 9;
-      ops::Choose<policy::Choose>::agree(ctx);  // muse_last.py:21
-      ctx.step = 10;
-      ctx.trigger();  // _ends.py:58
-    }
-    else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 5;
-      ctx.attach();
-      ctx.step = 6;
-      ops::DenseGemm<policy::LmHead>::reduce(ctx);  // _ends.py:47
+      ctx.step = ctx.warp == 2 ? 6 : 8;
+      ops::DenseGemm<policy::LmHead>::reduce<2>(ctx);  // _ends.py:49
+      if (ctx.warp == 3) {
+        ctx.step = 9;
+        ops::Choose<policy::Choose>::pick(ctx);  // muse_last.py:21
+        ctx.step = 10;
+        ops::Choose<policy::Choose>::agree(ctx);  // muse_last.py:21
+        ctx.step = 11;
+        ctx.trigger();  // _ends.py:60
+      }
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.step = 3;
       ctx.attach();
       ctx.step = 4;
-      reset_channels<channel::FinalNormed, channel::Votes>(ctx);  // _ends.py:48
+      reset_channels<channel::FinalNormed, channel::Votes>(ctx);  // _ends.py:50
     }
     else if (ctx.warp == 0) {  // warp 0
       ops::load_streams<0, 1>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
           case 0:
-            ops::DenseGemm<policy::LmHead>::load_weights<0, 1024, 6>(ctx, s);  // _ends.py:47
+            ops::DenseGemm<policy::LmHead>::load_weights<0, 1024, 6>(ctx, s);  // _ends.py:49
             break;
         }
       });

@@ -34,66 +34,63 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 181760, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 186496, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 181792, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 186528, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 181824, kSlots = 3, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 186560, kSlots = 3, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 181848, kSlots = 3, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 186584, kSlots = 3, kCount = 1, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 181872, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 186608, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreFfnNorm {
-  static constexpr u32 kOffset = 181880, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 186616, kSlots = 1, kCount = 8, kIndex = 5;
+};
+struct GroupTopK {
+  static constexpr u32 kOffset = 186624, kSlots = 1, kCount = 1, kIndex = 6;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 181888, kSlots = 1, kCount = 8, kIndex = 6;
-};
-struct GroupCombine {
-  static constexpr u32 kOffset = 181896, kSlots = 1, kCount = 8, kIndex = 7;
-};
-struct GroupResidual {
-  static constexpr u32 kOffset = 181904, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 186632, kSlots = 1, kCount = 8, kIndex = 7;
 };
 struct PointDown {
-  static constexpr u32 kOffset = 181912, kSlots = 1, kCount = 9, kIndex = 9;
+  static constexpr u32 kOffset = 186640, kSlots = 1, kCount = 9, kIndex = 8;
 };
 struct BeginCombine {
-  static constexpr u32 kOffset = 181920, kSlots = 1, kCount = 8, kIndex = 10;
+  static constexpr u32 kOffset = 186648, kSlots = 1, kCount = 8, kIndex = 9;
 };
 struct BeginDown {
-  static constexpr u32 kOffset = 181928, kSlots = 1, kCount = 9, kIndex = 11;
+  static constexpr u32 kOffset = 186656, kSlots = 1, kCount = 9, kIndex = 10;
 };
 struct BeginGateUp {
-  static constexpr u32 kOffset = 181936, kSlots = 1, kCount = 9, kIndex = 12;
+  static constexpr u32 kOffset = 186664, kSlots = 1, kCount = 9, kIndex = 11;
 };
 struct BeginRouter {
-  static constexpr u32 kOffset = 181944, kSlots = 1, kCount = 9, kIndex = 13;
+  static constexpr u32 kOffset = 186672, kSlots = 1, kCount = 9, kIndex = 12;
 };
 struct DonePooledPartials {
-  static constexpr u32 kOffset = 181952, kSlots = 1, kCount = 1, kIndex = 14;
+  static constexpr u32 kOffset = 186680, kSlots = 1, kCount = 1, kIndex = 13;
 };
 }  // namespace barrier
 
 namespace channel {
-struct Normed {  // counter, every_directive.py:53
+struct Normed {  // counter, every_directive.py:54
   static constexpr Sync kKind = Sync::kCounter;
   static constexpr u32 kOffset = 92928, kBytes = 262144, kCopies = 2, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 15;
+  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, every_directive.py:54
+struct Logits {  // lamport, every_directive.py:55
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 617472, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -101,25 +98,25 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 748544, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 17;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // cluster, every_directive.py:56
+struct PooledPartials {  // cluster, every_directive.py:57
   static constexpr Sync kKind = Sync::kCluster;
   static constexpr u32 kOffset = 0, kBytes = 0, kCopies = 1, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
   using Done = barrier::DonePooledPartials;
-  static constexpr u32 kSharedOffset = 177664, kChunks = 4, kRowBlocks = 32;
+  static constexpr u32 kSharedOffset = 178304, kChunks = 8, kRowBlocks = 32;
 };
-struct Pooled {  // flag, every_directive.py:57
+struct Pooled {  // flag, every_directive.py:58
   static constexpr Sync kKind = Sync::kFlag;
   static constexpr u32 kOffset = 750592, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 1143808, kArrivals = 32, kIndex = 20;
+  static constexpr u32 kCounterOffset = 1143808, kArrivals = 32, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -127,15 +124,15 @@ struct ExpertIn {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1144064, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, every_directive.py:58
+struct ExpertMid {  // lamport, every_directive.py:59
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1406208, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -143,21 +140,29 @@ struct ExpertOut {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4551936, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 23;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = true;
 };
+struct SlotMoments {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 7697664, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 8, kRankStride = 0, kShard = 8;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 23;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
 struct Combined {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 7697664, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7714048, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 24;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 struct UnpooledPartials {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 7959808, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 7976192, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
   static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
@@ -165,11 +170,19 @@ struct UnpooledPartials {  // lamport
 };
 struct Unpooled {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8484096, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8500480, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct Moments {  // lamport
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 9286912, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 27;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 }  // namespace channel
 
@@ -196,7 +209,7 @@ struct AccumPolicy {
   static constexpr u32 kSlots = 3, kSlotBytes = 8192, kOffset = 147456;
 };
 
-struct GuessPolicy {  // every_directive.py:49
+struct GuessPolicy {  // every_directive.py:50
   static constexpr u32 kTop = 4, kHint = 0;
   static constexpr bool kFirst = true;
   static __device__ __forceinline__ u8* history(const Params& p) { return p.history; }
@@ -215,9 +228,9 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 120, kCluster = 2, kTokens = 16;
   static constexpr u32 kRecordOffset = 768, kEpochOffset = 0;
-  static constexpr u32 kNotes = 176144;
+  static constexpr u32 kNotes = 175760;
   static constexpr bool kPdl = true;
-  using Stamps = debug::Stamps<300, false>;  // every_directive.py:61
+  using Stamps = debug::Stamps<300, false>;  // every_directive.py:62
 #ifdef MEGAGEN_UNBOUNDED_WAITS
   static constexpr bool kBoundedWaits = false;
 #else
@@ -232,9 +245,8 @@ struct KernelPolicy {
     Barrier<barrier::AccumEmpty>::init(ctx);
     Barrier<barrier::TableReady>::init(ctx);
     Barrier<barrier::GroupPreFfnNorm>::init(ctx);
+    Barrier<barrier::GroupTopK>::init(ctx);
     Barrier<barrier::GroupPreExpertNorm>::init(ctx);
-    Barrier<barrier::GroupCombine>::init(ctx);
-    Barrier<barrier::GroupResidual>::init(ctx);
     Barrier<barrier::PointDown>::init(ctx);
     Barrier<barrier::BeginCombine>::init(ctx);
     Barrier<barrier::BeginDown>::init(ctx);
@@ -254,7 +266,7 @@ struct PreFfnNorm {  // every_directive.py:40
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 176352;
+  static constexpr u32 kScratch = 175968;
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
 };
@@ -275,7 +287,7 @@ struct Pooler {  // every_directive.py:33
   using Out = Channel<channel::Pooled>;
   static constexpr u32 kRows = 512;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kUnitK = 1024;
   static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 2, kL2Hint = 0;
@@ -291,6 +303,8 @@ struct TopK {  // every_directive.py:39
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
+  static constexpr u32 kScratch = 176032;
+  using Group = barrier::GroupTopK;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
 struct PreExpertNorm {  // every_directive.py:40
@@ -300,7 +314,7 @@ struct PreExpertNorm {  // every_directive.py:40
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 176416;
+  static constexpr u32 kScratch = 177152;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -318,7 +332,7 @@ struct GateUp {  // every_directive.py:33
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 176480;
+  static constexpr u32 kOutbox = 177216;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -336,21 +350,20 @@ struct Down {  // every_directive.py:33
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 176736;
+  static constexpr u32 kOutbox = 177728;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
-struct Combine {  // every_directive.py:40
+struct Combine {  // every_directive.py:41
   using In = Channel<channel::ExpertOut>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
+  using Moments = Channel<channel::SlotMoments>;
   using Out = Channel<channel::Combined>;
   static constexpr u32 kWidth = 4096;
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 176992;
-  using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
 struct Unpooler {  // every_directive.py:33
@@ -365,15 +378,14 @@ struct Unpooler {  // every_directive.py:33
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
 };
-struct Residual {  // every_directive.py:40
+struct Residual {  // every_directive.py:41
   using Stream = Input<tensor::Stream>;
   using Out = Output<tensor::StreamOut>;
   using In = Channel<channel::Unpooled>;
+  using Moments = Channel<channel::Moments>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 177504;
-  using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
 };
@@ -393,31 +405,34 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       ctx.enter(37);
       ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // every_directive.py:40
       ctx.enter(38);
-      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:49
-      ctx.enter(39);
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // every_directive.py:34
-      ctx.enter(40);
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // every_directive.py:34
+      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:50
+      ops::dense_math<39, 4,
+        policy::Router,  // every_directive.py:34
+        policy::Pooler>(ctx);  // every_directive.py:34
       ctx.enter(41);
       ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // every_directive.py:40
       ctx.enter(42);
-      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:47
+      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:48
       ops::expert_math<43, 4,
         policy::GateUp>(ctx);  // every_directive.py:34
       ctx.enter(44);
-      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:46
+      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:47
       ops::expert_math<45, 4,
         policy::Down>(ctx);  // every_directive.py:34
       ctx.enter(46);
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:46
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:47
       ctx.enter(47);
-      Event<barrier::BeginCombine>::arrive(ctx);  // every_directive.py:52
+      Event<barrier::BeginCombine>::arrive(ctx);  // every_directive.py:53
       ctx.enter(48);
-      ctx.dry_run([&] { ops::Combine<policy::Combine>::compute<4>(ctx); });  // every_directive.py:40, dry run every_directive.py:59
+      ctx.dry_run([&] { ops::Combine<policy::Combine>::measure<4>(ctx); });  // every_directive.py:41, dry run every_directive.py:60
       ctx.enter(49);
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:34
+      ctx.dry_run([&] { ops::Combine<policy::Combine>::compute<4>(ctx); });  // every_directive.py:41, dry run every_directive.py:60
       ctx.enter(50);
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:40
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // every_directive.py:34
+      ctx.enter(51);
+      ops::Residual<policy::Residual>::measure<4>(ctx);  // every_directive.py:41
+      ctx.enter(52);
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // every_directive.py:41
     }
   }
   else {
@@ -426,19 +441,19 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       ctx.enter(27);
       ctx.attach();
       ctx.enter(28);
-      Event<barrier::BeginRouter>::wait(ctx);  // every_directive.py:49
+      Event<barrier::BeginRouter>::wait(ctx);  // every_directive.py:50
       ctx.enter(29);
-      ops::ExpertGemm<policy::GateUp>::prefetch_guess(ctx);  // every_directive.py:49
+      ops::ExpertGemm<policy::GateUp>::prefetch_guess(ctx);  // every_directive.py:50
       ctx.enter(30);
       ops::DenseGemm<policy::Pooler>::finish(ctx);  // every_directive.py:35
       ctx.enter(31);
-      Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:47
+      Event<barrier::BeginGateUp>::wait(ctx);  // every_directive.py:48
       ctx.enter(32);
-      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:47
+      ops::ExpertGemm<policy::Down>::prefetch_l2<0, 512>(ctx);  // every_directive.py:48
       ctx.enter(33);
-      Event<barrier::BeginCombine>::wait(ctx);  // every_directive.py:52
+      Event<barrier::BeginCombine>::wait(ctx);  // every_directive.py:53
       ctx.enter(34);
-      ctx.warm_next<8>();  // every_directive.py:52
+      ctx.warm_next<8>();  // every_directive.py:53
       ctx.enter(35);
       ops::DenseGemm<policy::Unpooler>::finish(ctx);  // every_directive.py:35
     }
@@ -446,41 +461,41 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
       ctx.enter(17);
       ctx.attach();
       ctx.enter(18);
-      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:49
+      Event<barrier::BeginRouter>::arrive(ctx);  // every_directive.py:50
       ctx.enter(19);
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // every_directive.py:34
+      ops::DenseGemm<policy::Router>::reduce<2>(ctx);  // every_directive.py:34
       ctx.enter(20);
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // every_directive.py:34
+      ops::DenseGemm<policy::Pooler>::reduce<2>(ctx);  // every_directive.py:34
       ctx.enter(21);
-      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:47
+      Event<barrier::BeginGateUp>::arrive(ctx);  // every_directive.py:48
       ctx.enter(22);
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // every_directive.py:34
+      ops::ExpertGemm<policy::GateUp>::reduce<2>(ctx);  // every_directive.py:34
       ctx.enter(23);
-      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:46
+      Event<barrier::BeginDown>::arrive(ctx);  // every_directive.py:47
       ctx.enter(24);
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // every_directive.py:34
+      ops::ExpertGemm<policy::Down>::reduce<2>(ctx);  // every_directive.py:34
       ctx.enter(25);
-      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:46
+      Event<barrier::PointDown>::arrive(ctx);  // every_directive.py:47
       ctx.enter(26);
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // every_directive.py:34
+      ops::DenseGemm<policy::Unpooler>::reduce<2>(ctx);  // every_directive.py:34
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.enter(9);
-      ctx.warm_code<6>();  // every_directive.py:51
+      ctx.warm_code<6>();  // every_directive.py:52
       ctx.enter(10);
       ctx.attach();
       ctx.enter(11);
-      ctx.trigger();  // every_directive.py:62
+      ctx.trigger();  // every_directive.py:63
       ctx.enter(12);
-      ctx.dry_run([&] { ops::TopK<policy::TopK>::select(ctx); });  // every_directive.py:39, dry run every_directive.py:59
+      ctx.dry_run([&] { ops::TopK<policy::TopK>::select(ctx); });  // every_directive.py:39, dry run every_directive.py:60
       ctx.enter(13);
       ops::TopK<policy::TopK>::tables(ctx);  // every_directive.py:39
       ctx.enter(14);
-      Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:46
+      Event<barrier::BeginDown>::wait(ctx);  // every_directive.py:47
       ctx.enter(15);
-      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:46
+      ops::DenseGemm<policy::Unpooler>::prefetch_l2<256, 1024>(ctx);  // every_directive.py:47
       ctx.enter(16);
-      reset_channels<channel::Normed, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::Combined, channel::UnpooledPartials, channel::Unpooled>(ctx);  // every_directive.py:41
+      reset_channels<channel::Normed, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::SlotMoments, channel::Combined, channel::UnpooledPartials, channel::Unpooled, channel::Moments>(ctx);  // every_directive.py:42
     }
     else if (ctx.warp == 0) {  // warp 0
       ops::load_streams<0, 8>(ctx, [&](ops::StreamState& s) {
@@ -504,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) every(const __grid_constant
             ops::DenseGemm<policy::Unpooler>::load_weights<0, 256, 2>(ctx, s);  // every_directive.py:33
             break;
           case 6:
-            Event<barrier::PointDown>::wait(ctx);  // every_directive.py:46
+            Event<barrier::PointDown>::wait(ctx);  // every_directive.py:47
             break;
           case 7:
             ops::DenseGemm<policy::Unpooler>::load_weights<256, 1024, 2>(ctx, s);  // every_directive.py:33

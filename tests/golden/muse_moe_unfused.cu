@@ -33,48 +33,45 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 132512, kSlots = 3, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 133184, kSlots = 3, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 132536, kSlots = 3, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 133208, kSlots = 3, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 132560, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 133232, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 132576, kSlots = 2, kCount = 1, kIndex = 3;
+  static constexpr u32 kOffset = 133248, kSlots = 2, kCount = 2, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 132592, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 133264, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreFfnNorm {
-  static constexpr u32 kOffset = 132600, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 133272, kSlots = 1, kCount = 8, kIndex = 5;
+};
+struct GroupTopK {
+  static constexpr u32 kOffset = 133280, kSlots = 1, kCount = 1, kIndex = 6;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 132608, kSlots = 1, kCount = 8, kIndex = 6;
-};
-struct GroupCombine {
-  static constexpr u32 kOffset = 132616, kSlots = 1, kCount = 8, kIndex = 7;
-};
-struct GroupResidual {
-  static constexpr u32 kOffset = 132624, kSlots = 1, kCount = 8, kIndex = 8;
+  static constexpr u32 kOffset = 133288, kSlots = 1, kCount = 8, kIndex = 7;
 };
 }  // namespace barrier
 
 namespace channel {
-struct Normed {  // lamport, muse_moe.py:72
+struct Normed {  // lamport, muse_moe.py:75
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 9;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 8;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, muse_moe.py:73
+struct Logits {  // lamport, muse_moe.py:76
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 626688, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 10;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 9;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -82,73 +79,89 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 888832, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 11;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 10;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, muse_moe.py:74
+struct PooledPartials {  // lamport, muse_moe.py:77
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 890880, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 890880, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 12;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, muse_moe.py:75
+struct Pooled {  // lamport, muse_moe.py:78
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1021952, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1153024, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 14;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, muse_moe.py:76
+struct ExpertIn {  // lamport, muse_moe.py:79
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1415168, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1546240, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, muse_moe.py:77
+struct ExpertMid {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 1677312, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 1808384, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 15;
+  static constexpr Per kArrivalsPer = Per::kExpert;
+  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct ExpertOut {  // lamport, muse_moe.py:81
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 4954112, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, muse_moe.py:78
+struct SlotMoments {  // lamport, muse_moe.py:82
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 4823040, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
-  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 17;
-  static constexpr Per kArrivalsPer = Per::kExpert;
-  static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
-};
-struct Combined {  // lamport, muse_moe.py:79
-  static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 7968768, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
-  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 18;
+  static constexpr u32 kOffset = 8099840, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 8, kRankStride = 0, kShard = 8;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, muse_moe.py:80
+struct Combined {  // lamport, muse_moe.py:83
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8230912, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8116224, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 18;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct UnpooledPartials {  // lamport, muse_moe.py:84
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 8378368, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, muse_moe.py:81
+struct Unpooled {  // lamport, muse_moe.py:85
   static constexpr Sync kKind = Sync::kLamport;
-  static constexpr u32 kOffset = 8493056, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
+  static constexpr u32 kOffset = 8640512, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
   static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
+};
+struct Moments {  // lamport, muse_moe.py:86
+  static constexpr Sync kKind = Sync::kLamport;
+  static constexpr u32 kOffset = 9426944, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
+  static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 21;
+  static constexpr Per kArrivalsPer = Per::kToken;
+  static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
 }  // namespace channel
 
@@ -187,7 +200,7 @@ struct KernelPolicy {
   using Table = TablePolicy;
   static constexpr u32 kWarps = 12, kBlocks = 132, kCluster = 1, kTokens = 16;
   static constexpr u32 kRecordOffset = 1024, kEpochOffset = 0;
-  static constexpr u32 kNotes = 131088;
+  static constexpr u32 kNotes = 130704;
   static constexpr bool kPdl = true;
   using Stamps = debug::NoStamps;
 #ifdef MEGAGEN_UNBOUNDED_WAITS
@@ -204,27 +217,26 @@ struct KernelPolicy {
     Barrier<barrier::AccumEmpty>::init(ctx);
     Barrier<barrier::TableReady>::init(ctx);
     Barrier<barrier::GroupPreFfnNorm>::init(ctx);
+    Barrier<barrier::GroupTopK>::init(ctx);
     Barrier<barrier::GroupPreExpertNorm>::init(ctx);
-    Barrier<barrier::GroupCombine>::init(ctx);
-    Barrier<barrier::GroupResidual>::init(ctx);
   }
 };
 
 using Ctx = Context<KernelPolicy>;
 
 namespace policy {
-struct PreFfnNorm {  // muse_moe.py:45
+struct PreFfnNorm {  // muse_moe.py:47
   using In = Input<tensor::Stream>;
   using Out = Channel<channel::Normed>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 131296;
+  static constexpr u32 kScratch = 130912;
   using Group = barrier::GroupPreFfnNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_ffn_gain; }
 };
-struct Router {  // muse_moe.py:42
+struct Router {  // muse_moe.py:44
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::Logits>;
   static constexpr u32 kRows = 256;
@@ -235,19 +247,19 @@ struct Router {  // muse_moe.py:42
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.router_weight; }
 };
-struct Pooler {  // muse_moe.py:42
+struct Pooler {  // muse_moe.py:44
   using In = Channel<channel::Normed>;
   using Partials = Channel<channel::PooledPartials>;
   using Out = Channel<channel::Pooled>;
   static constexpr u32 kRows = 512;
   static constexpr u32 kK = 8192;
-  static constexpr u32 kUnitK = 2048;
+  static constexpr u32 kUnitK = 1024;
   static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.pooler_weight; }
 };
-struct TopK {  // muse_moe.py:44
+struct TopK {  // muse_moe.py:46
   using Logits = Channel<channel::Logits>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
@@ -257,20 +269,22 @@ struct TopK {  // muse_moe.py:44
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
+  static constexpr u32 kScratch = 130976;
+  using Group = barrier::GroupTopK;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
-struct PreExpertNorm {  // muse_moe.py:45
+struct PreExpertNorm {  // muse_moe.py:47
   using In = Channel<channel::Pooled>;
   using Out = Channel<channel::ExpertIn>;
   static constexpr u32 kWidth = 4096;
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 131360;
+  static constexpr u32 kScratch = 132096;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
-struct GateUp {  // muse_moe.py:42
+struct GateUp {  // muse_moe.py:44
   using In = Channel<channel::ExpertIn>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertMid>;
@@ -284,11 +298,11 @@ struct GateUp {  // muse_moe.py:42
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131424;
+  static constexpr u32 kOutbox = 132160;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
-struct Down {  // muse_moe.py:42
+struct Down {  // muse_moe.py:44
   using In = Channel<channel::ExpertMid>;
   using Table = TableChannel<TablePolicy>;
   using Out = Channel<channel::ExpertOut>;
@@ -302,24 +316,23 @@ struct Down {  // muse_moe.py:42
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 131680;
+  static constexpr u32 kOutbox = 132672;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
-struct Combine {  // muse_moe.py:45
+struct Combine {  // muse_moe.py:47
   using In = Channel<channel::ExpertOut>;
   using Routes = Channel<channel::Routes>;
   using Table = TableChannel<TablePolicy>;
+  using Moments = Channel<channel::SlotMoments>;
   using Out = Channel<channel::Combined>;
   static constexpr u32 kWidth = 4096;
   static constexpr u32 kTopK = 8;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 131936;
-  using Group = barrier::GroupCombine;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_expert_gain; }
 };
-struct Unpooler {  // muse_moe.py:42
+struct Unpooler {  // muse_moe.py:44
   using In = Channel<channel::Combined>;
   using Partials = Channel<channel::UnpooledPartials>;
   using Out = Channel<channel::Unpooled>;
@@ -331,15 +344,14 @@ struct Unpooler {  // muse_moe.py:42
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.unpooler_weight; }
 };
-struct Residual {  // muse_moe.py:45
+struct Residual {  // muse_moe.py:47
   using Stream = Input<tensor::Stream>;
   using Out = Output<tensor::StreamOut>;
   using In = Channel<channel::Unpooled>;
+  using Moments = Channel<channel::Moments>;
   static constexpr u32 kWidth = 8192;
   static constexpr float kEps = 1e-08f;
   static constexpr u32 kParts = 1;
-  static constexpr u32 kScratch = 132448;
-  using Group = barrier::GroupResidual;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.post_ffn_gain; }
   static __device__ __forceinline__ const u8* gate(const Params& p) { return p.residual_gate; }
 };
@@ -356,9 +368,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const
       ctx.step = 4;
       ctx.attach();
       ctx.step = 5;
-      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:45
+      ops::RmsNorm<policy::PreFfnNorm>::compute<4>(ctx);  // muse_moe.py:47
       ctx.step = 6;
-      ctx.trigger();  // muse_moe.py:82
+      ctx.trigger();  // muse_moe.py:87
     }
   }
   else {
@@ -371,7 +383,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_ffn_norm(const
       ctx.step = 1;
       ctx.attach();
       ctx.step = 2;
-      reset_channels<channel::Normed, channel::Logits, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::Combined, channel::Unpooled>(ctx);  // muse_moe.py:46
+      reset_channels<channel::Normed, channel::Logits, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::SlotMoments, channel::Combined, channel::Unpooled, channel::Moments>(ctx);  // muse_moe.py:49
     }
     else if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
@@ -387,25 +399,21 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __gri
   if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp >= 4) {  // warps 4 to 11
-      ctx.step = 15;
+      ctx.step = 14;
       ctx.attach();
-      ctx.step = 16;
-      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:42
+      ctx.step = 15;
+      ops::DenseGemm<policy::Router>::math<4>(ctx);  // muse_moe.py:44
     }
   }
   else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 3) {  // warp 3
-      ctx.step = 14;
-      ctx.attach();
-    }
-    else if (ctx.warp == 2) {  // warp 2
+    if (ctx.warp >= 2) {  // warps 2 to 3
       ctx.step = 11;
       ctx.attach();
       ctx.step = 12;
-      ops::DenseGemm<policy::Router>::reduce(ctx);  // muse_moe.py:42
+      ops::DenseGemm<policy::Router>::reduce<2>(ctx);  // muse_moe.py:44
       ctx.step = 13;
-      ctx.trigger();  // muse_moe.py:82
+      ctx.trigger();  // muse_moe.py:87
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.step = 10;
@@ -415,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_router(const __gri
       ops::load_streams<7, 8>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
           case 7:
-            ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            ops::DenseGemm<policy::Router>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:44
             break;
         }
       });
@@ -437,40 +445,38 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pooler(const __gri
       ctx.step = 26;
       ctx.attach();
       ctx.step = 27;
-      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:42
+      ops::DenseGemm<policy::Pooler>::math<4>(ctx);  // muse_moe.py:44
     }
   }
   else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 3) {  // warp 3
-      ctx.step = 23;
+    if (ctx.warp >= 2) {  // warps 2 to 3
+      ctx.step = ctx.warp == 2 ? 20 : 22;
       ctx.attach();
-      ctx.step = 24;
-      ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:43
-      ctx.step = 25;
-      ctx.trigger();  // muse_moe.py:82
-    }
-    else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 21;
-      ctx.attach();
-      ctx.step = 22;
-      ops::DenseGemm<policy::Pooler>::reduce(ctx);  // muse_moe.py:42
+      ctx.step = ctx.warp == 2 ? 21 : 23;
+      ops::DenseGemm<policy::Pooler>::reduce<2>(ctx);  // muse_moe.py:44
+      if (ctx.warp == 3) {
+        ctx.step = 24;
+        ops::DenseGemm<policy::Pooler>::finish(ctx);  // muse_moe.py:45
+        ctx.step = 25;
+        ctx.trigger();  // muse_moe.py:87
+      }
     }
     else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 20;
+      ctx.step = 19;
       ctx.attach();
     }
     else if (ctx.warp == 0) {  // warp 0
-      ops::load_streams<17, 18>(ctx, [&](ops::StreamState& s) {
+      ops::load_streams<16, 17>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
-          case 17:
-            ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+          case 16:
+            ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:44
             break;
         }
       });
-      ctx.step = 18;
+      ctx.step = 17;
       ctx.attach();
-      ctx.step = 19;
+      ctx.step = 18;
       ctx.drain();
     }
   }
@@ -497,11 +503,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_top_k(const __grid
       ctx.step = 29;
       ctx.attach();
       ctx.step = 30;
-      ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:44
+      ops::TopK<policy::TopK>::select(ctx);  // muse_moe.py:46
       ctx.step = 31;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:46
       ctx.step = 32;
-      ctx.trigger();  // muse_moe.py:82
+      ctx.trigger();  // muse_moe.py:87
     }
     else if (ctx.warp == 0) {  // warp 0
       ctx.step = 28;
@@ -520,9 +526,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_pre_expert_norm(co
       ctx.step = 36;
       ctx.attach();
       ctx.step = 37;
-      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:45
+      ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // muse_moe.py:47
       ctx.step = 38;
-      ctx.trigger();  // muse_moe.py:82
+      ctx.trigger();  // muse_moe.py:87
     }
   }
   else {
@@ -541,31 +547,27 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __gr
   if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp >= 4) {  // warps 4 to 11
-      ctx.step = 48;
+      ctx.step = 47;
       ctx.attach();
-      ops::expert_math<49, 4,
-        policy::GateUp>(ctx);  // muse_moe.py:42
+      ops::expert_math<48, 4,
+        policy::GateUp>(ctx);  // muse_moe.py:44
     }
   }
   else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 3) {  // warp 3
-      ctx.step = 47;
-      ctx.attach();
-    }
-    else if (ctx.warp == 2) {  // warp 2
+    if (ctx.warp >= 2) {  // warps 2 to 3
       ctx.step = 44;
       ctx.attach();
       ctx.step = 45;
-      ops::ExpertGemm<policy::GateUp>::reduce(ctx);  // muse_moe.py:42
+      ops::ExpertGemm<policy::GateUp>::reduce<2>(ctx);  // muse_moe.py:44
       ctx.step = 46;
-      ctx.trigger();  // muse_moe.py:82
+      ctx.trigger();  // muse_moe.py:87
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.step = 42;
       ctx.attach();
       ctx.step = 43;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:46
     }
     else if (ctx.warp == 0) {  // warp 0
       ctx.step = 39;
@@ -573,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_gate_up(const __gr
       ops::load_streams<40, 41>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
           case 40:
-            ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+            ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:44
             break;
         }
       });
@@ -590,43 +592,39 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_down(const __grid_
   if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp >= 4) {  // warps 4 to 11
-      ctx.step = 59;
+      ctx.step = 57;
       ctx.attach();
-      ops::expert_math<60, 4,
-        policy::Down>(ctx);  // muse_moe.py:42
+      ops::expert_math<58, 4,
+        policy::Down>(ctx);  // muse_moe.py:44
     }
   }
   else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 3) {  // warp 3
-      ctx.step = 58;
+    if (ctx.warp >= 2) {  // warps 2 to 3
+      ctx.step = 54;
       ctx.attach();
-    }
-    else if (ctx.warp == 2) {  // warp 2
       ctx.step = 55;
-      ctx.attach();
+      ops::ExpertGemm<policy::Down>::reduce<2>(ctx);  // muse_moe.py:44
       ctx.step = 56;
-      ops::ExpertGemm<policy::Down>::reduce(ctx);  // muse_moe.py:42
-      ctx.step = 57;
-      ctx.trigger();  // muse_moe.py:82
+      ctx.trigger();  // muse_moe.py:87
     }
     else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 53;
+      ctx.step = 52;
       ctx.attach();
-      ctx.step = 54;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      ctx.step = 53;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:46
     }
     else if (ctx.warp == 0) {  // warp 0
-      ctx.step = 50;
+      ctx.step = 49;
       ctx.attach();
-      ops::load_streams<51, 52>(ctx, [&](ops::StreamState& s) {
+      ops::load_streams<50, 51>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
-          case 51:
-            ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+          case 50:
+            ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:44
             break;
         }
       });
-      ctx.step = 52;
+      ctx.step = 51;
       ctx.drain();
     }
   }
@@ -639,28 +637,30 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_combine(const __gr
   if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<192>();
     if (ctx.warp >= 4) {  // warps 4 to 11
-      ctx.step = 65;
+      ctx.step = 63;
       ctx.attach();
+      ctx.step = 64;
+      ops::Combine<policy::Combine>::measure<4>(ctx);  // muse_moe.py:48
+      ctx.step = 65;
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:47
       ctx.step = 66;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // muse_moe.py:45
-      ctx.step = 67;
-      ctx.trigger();  // muse_moe.py:82
+      ctx.trigger();  // muse_moe.py:87
     }
   }
   else {
     ptx::setmaxnreg_dec<120>();
     if (ctx.warp >= 2) {  // warps 2 to 3
-      ctx.step = 64;
+      ctx.step = 62;
       ctx.attach();
     }
     else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 62;
+      ctx.step = 60;
       ctx.attach();
-      ctx.step = 63;
-      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:44
+      ctx.step = 61;
+      ops::TopK<policy::TopK>::tables(ctx);  // muse_moe.py:46
     }
     else if (ctx.warp == 0) {  // warp 0
-      ctx.step = 61;
+      ctx.step = 59;
       ctx.attach();
     }
   }
@@ -676,40 +676,38 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_unpooler(const __g
       ctx.step = 77;
       ctx.attach();
       ctx.step = 78;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:42
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // muse_moe.py:44
     }
   }
   else {
     ptx::setmaxnreg_dec<120>();
-    if (ctx.warp == 3) {  // warp 3
-      ctx.step = 74;
+    if (ctx.warp >= 2) {  // warps 2 to 3
+      ctx.step = ctx.warp == 2 ? 71 : 73;
       ctx.attach();
-      ctx.step = 75;
-      ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:43
-      ctx.step = 76;
-      ctx.trigger();  // muse_moe.py:82
-    }
-    else if (ctx.warp == 2) {  // warp 2
-      ctx.step = 72;
-      ctx.attach();
-      ctx.step = 73;
-      ops::DenseGemm<policy::Unpooler>::reduce(ctx);  // muse_moe.py:42
+      ctx.step = ctx.warp == 2 ? 72 : 74;
+      ops::DenseGemm<policy::Unpooler>::reduce<2>(ctx);  // muse_moe.py:44
+      if (ctx.warp == 3) {
+        ctx.step = 75;
+        ops::DenseGemm<policy::Unpooler>::finish(ctx);  // muse_moe.py:45
+        ctx.step = 76;
+        ctx.trigger();  // muse_moe.py:87
+      }
     }
     else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 71;
+      ctx.step = 70;
       ctx.attach();
     }
     else if (ctx.warp == 0) {  // warp 0
-      ops::load_streams<68, 69>(ctx, [&](ops::StreamState& s) {
+      ops::load_streams<67, 68>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
-          case 68:
-            ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:42
+          case 67:
+            ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 3>(ctx, s);  // muse_moe.py:44
             break;
         }
       });
-      ctx.step = 69;
+      ctx.step = 68;
       ctx.attach();
-      ctx.step = 70;
+      ctx.step = 69;
       ctx.drain();
     }
   }
@@ -725,9 +723,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_moe_residual(const __g
       ctx.step = 80;
       ctx.attach();
       ctx.step = 81;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:45
+      ops::Residual<policy::Residual>::measure<4>(ctx);  // muse_moe.py:48
       ctx.step = 82;
-      ctx.trigger();  // muse_moe.py:82
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // muse_moe.py:47
+      ctx.step = 83;
+      ctx.trigger();  // muse_moe.py:87
     }
   }
   else {

@@ -525,7 +525,7 @@ MUTANTS = (
         "send: +0 goes as it is",
         one(CHANNEL, NONEMPTY, ""),
         "deadlock",
-        says="combine.compute waits for channel 'expert_out'",
+        says="combine.measure waits for channel 'expert_out'",
         on=Variant(options={"split": "nk"}, zero=True, positive_zero=True),
         seeds=(1,),  # a long wait, and the same under each
     ),

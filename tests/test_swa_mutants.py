@@ -25,7 +25,9 @@ from megagen.runtime.step import Step
 
 pytestmark = pytest.mark.slow
 
-ATTENTION, TILE, HEADS, RESIDUAL = (f"ops/{x}.cuh" for x in ("attention", "attention_tile", "qkv_heads", "residual"))
+ATTENTION, TILE, HEADS, RESIDUAL, COMBINE = (
+    f"ops/{x}.cuh" for x in ("attention", "attention_tile", "qkv_heads", "residual", "combine")
+)
 WINDOW = 72  # no whole chunks: three of them in a cache
 PARENTS = [-1, 0, 0, 1, 1]
 
@@ -199,6 +201,16 @@ MUTANTS = (
         wrong="summed",
         on=On(options=TWO_SHOT.options, tp=4),
         missed="a sum in another order is as near; GPUs cannot differ in it, as one adds for all",
+    ),
+    Mutant(
+        "combine: the last columns do not count",
+        one(COMBINE, "32 * i + ctx.lane < kPieces * kRow;", "32 * i + ctx.lane + kRow < kPieces * kRow;"),
+        wrong="combined",
+    ),
+    Mutant(
+        "combine: factors of other slots",
+        one(COMBINE, "s % 4 * 8 + s / 4);", "s % 4 * 8 + (kTopK - 1 - s) / 4);"),
+        wrong="combined",
     ),
     Mutant(
         "residual: the last columns do not count",

@@ -92,12 +92,12 @@ def test_a_group_goes_back_to_the_last_that_came() -> None:
     m = Maker(tiny())
     for warp in MATH:
         came = 3900 if warp == 9 else 2000 + warp
-        waits = [("group_residual", came, 4000)] if came < 3900 else []
-        attached(m, warp).job(warp, "residual.compute", 1000, 4500 + (warp == 4), waits)
+        waits = [("group_pre_expert_norm", came, 4000)] if came < 3900 else []
+        attached(m, warp).job(warp, "pre_expert_norm.compute", 1000, 4500 + (warp == 4), waits)
     # warp 9 came last and waits no longer than is noticed: its one stretch of work still goes on
     assert legs(m.trace())[1:] == [
-        ("residual.compute", "work", "", 0, 9, 1, 4),
-        ("residual.compute", "work", "", 0, 4, 4, 4.501),
+        ("pre_expert_norm.compute", "work", "", 0, 9, 1, 4),
+        ("pre_expert_norm.compute", "work", "", 0, 4, 4, 4.501),
     ]
 
 

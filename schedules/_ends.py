@@ -1,8 +1,8 @@
 """How the launches before the first layer and after the last one are placed: a norm, a GEMM and what its sums become.
 
 Warp 0 streams the GEMM's weights through the ring. They depend on nothing, so they land while the launch before
-ends and the norm is at work. Warps 4 to 11 normalise, multiply and finish; warp 2 sums the partial results and sends
-them; warp 1 keeps house, and warp 3 does what one warp can. Nothing waits for a fence.
+ends and the norm is at work. Warps 4 to 11 normalise, multiply and finish; warps 2 and 3 sum the partial results and
+send them; warp 1 keeps house, and warp 3 does what else one warp can. Nothing waits for a fence.
 """
 
 from typing import NamedTuple

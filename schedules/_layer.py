@@ -2,8 +2,8 @@
 
 Warp 0 streams every weight of the layer through one ring that runs ahead across ops: while one op waits for its input,
 the next op's weights already land. Only the experts' wait for the routing. Warps 4 to 11 attend, multiply and
-normalise; warp 2 sums the partial results and sends them, warp 3 finishes what has several of them, warp 1 routes and
-keeps house. Nothing waits for a fence.
+normalise; warps 2 and 3 sum the partial results and send them, warp 3 finishes what has several of them, warp 1 routes
+and keeps house. Nothing waits for a fence.
 """
 
 from megagen.dsl import (

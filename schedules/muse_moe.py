@@ -1,7 +1,7 @@
 """The expert block of a Muse Spark layer: pre-FFN norm to residual gate in one persistent kernel.
 
 Warp 0 streams every weight through one ring that runs ahead of the math; warps 4 to 11 hold the activations in
-registers and multiply; warp 2 sums their partial results and sends them; nothing waits for a fence.
+registers and multiply; warps 2 and 3 sum their partial results and send them; nothing waits for a fence.
 """
 
 from megagen.dsl import (

@@ -149,8 +149,7 @@ def test_a_layers_bits_are_the_same(emulate: Any) -> None:
 
 # -- guards ----------------------------------------------------------------------------------------------------------
 
-SEND = "            if (ctx.dry) return;\n            if constexpr (kLamport)\n                ptx::st_relaxed_"
-AROUND = "                    if constexpr (kLamport)\n                        ptx::st_relaxed_sys(place"
+SEND = "if (ctx.dry) return;\n        if constexpr (!kLamport)"
 EARLY = "        if (ctx.dry) return !ctx.dead;\n"
 ONE_LANE = "if (ctx.lane == 0 && !ctx.dry)"
 
@@ -165,11 +164,18 @@ def without(header: str, old: str, new: str, **more: Any) -> Mutant:
 
 MUTANTS = {
     "send: on the rank": without(
-        CHANNEL, SEND + "gpu", SEND.partition("\n")[2] + "gpu", kinds="race overwritten unwritten deadlock"
+        CHANNEL, SEND, SEND.replace("ctx.dry", "D::kWorld && ctx.dry"), kinds="race overwritten unwritten deadlock"
     ),
-    "send: to peers": without(CHANNEL, SEND + "sys", SEND.partition("\n")[2] + "sys", wrong="expert_out", **UNLUCKY),
-    "send: to all peers": without(
-        CHANNEL, f"if (!ctx.dry) {{\n{AROUND}", f"{{\n{AROUND}", wrong="stream_out", on=Variant(ranks=2), **UNLUCKY
+    "send: to peers": without(
+        CHANNEL, SEND, SEND.replace("ctx.dry", "!D::kWorld && ctx.dry"), wrong="expert_out", **UNLUCKY
+    ),
+    "send: to several peers": without(
+        CHANNEL,
+        SEND,
+        SEND.replace("ctx.dry", "!D::kWorld && ctx.dry"),
+        wrong="stream_out",
+        on=Variant(ranks=2),
+        **UNLUCKY,
     ),
     "publish: a counter": without(
         CHANNEL,
@@ -210,7 +216,7 @@ MUTANTS = {
     ),
     "barrier: hands back": without(BARRIER, "leader && !ctx.dry", "leader", kinds="deadlock race unwritten"),
     "accumulators: takes": without(
-        FORMAT, "address(ctx, s, tile), ctx.dry)", "address(ctx, s, tile))", kinds="unwritten race"
+        FORMAT, "from + (s * 2 + n) * 512, ctx.dry)", "from + (s * 2 + n) * 512)", kinds="unwritten race"
     ),
     "accumulators: the next slot": without(FORMAT, "if (!ctx.dry) ctx.accum", "ctx.accum", kinds="deadlock race"),
     "sum: loads": without(

@@ -196,7 +196,7 @@ MUTANTS = (
         one(STREAM, "phase ^ (wrapped ? 1 : 0)))", "phase))"),
         "deadlock",
         says="pooler.load_weights waiting for barrier 'ring_full'",
-        on=Variant({"in_flight": "36"}),
+        on=Variant({"in_flight": "36"}, launches=2),
     ),
     Mutant("load: tells no bytes", one(STREAM, ARRIVE_EXPECT, "ptx::mbarrier_arrive(bar);"), "no_expect_tx", (COPY,)),
     Mutant(

@@ -327,7 +327,8 @@ def test_a_right_launch_passes_at_every_op(block: Any) -> None:
     found = checks(block)
     assert list(found) == [
         "routing", "normed", "logits", "pooled_partials", "pooled", "routes.weights", "expert_mid", "expert_out",
-        "combined", "unpooled_partials", "unpooled", "stream_out", "expert_in", "slot_moments", "moments", "empty slots",
+        "combined", "unpooled_partials", "unpooled", "stream_out", "expert_in", "slot_moments", "moments",
+        "empty slots",
     ]  # fmt: skip
     assert all(found.values()), [str(c) for c in found.values() if not c]
     assert found["expert_in"].skipped

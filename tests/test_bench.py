@@ -327,11 +327,13 @@ def test_a_right_launch_passes_at_every_op(block: Any) -> None:
     found = checks(block)
     assert list(found) == [
         "routing", "normed", "logits", "pooled_partials", "pooled", "routes.weights", "expert_mid", "expert_out",
-        "combined", "unpooled_partials", "unpooled", "stream_out", "expert_in", "empty slots",
+        "combined", "unpooled_partials", "unpooled", "stream_out", "expert_in", "slot_moments", "moments",
+        "empty slots",
     ]  # fmt: skip
     assert all(found.values()), [str(c) for c in found.values() if not c]
     assert found["expert_in"].skipped
     assert "reset by its reader" in found["expert_in"].detail
+    assert all(found[name].skipped and "sums of squares" in found[name].detail for name in ("slot_moments", "moments"))
 
 
 @pytest.mark.parametrize("name", ["pooled", "expert_mid", "unpooled", "stream_out", "routes.weights"])

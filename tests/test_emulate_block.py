@@ -34,6 +34,15 @@ def test_what_changes_the_arithmetic(emulate: Any, options: dict[str, str]) -> N
     kernel.check(tokens=9, launches=2)
 
 
+@pytest.mark.slow
+def test_rows_of_more_pieces_than_lanes(emulate: Any) -> None:
+    """Of 256 columns, which norms are spread over: a lane adds up those of several."""
+    from megagen.models.muse_spark import tiny
+
+    config = tiny(1).model_copy(update={"hidden": 10240, "moe_hidden": 8192})
+    emulate("muse_moe.py", ranks=1, seed=3, race=True, options={"config": config}).check(tokens=1)
+
+
 def test_live_ranks_stand_in_for_others(emulate: Any) -> None:
     kernel = emulate("muse_moe.py", ranks=2, tp=8, seed=6, race=True)
     kernel.check(tokens=16, launches=2)

@@ -32,6 +32,7 @@ def test_tensors_of_attention_and_projection(tp: int) -> None:
         "attention_partials": ((34, heads, 5, 68), "fp32", "internal", None),
         "attended": ((5, heads * 64), "bf16", "internal", None),
         "projected": ((tp, 5, 8192), "bf16", "internal", None),
+        "middle_moments": ((5, 32, 4), "fp32", "internal", None),  # of 256 columns
         "middle": ((5, 8192), "fp32", "internal", None),
         "normed": ((5, 8192), "bf16", "internal", None),
         "stream_out": ((5, 8192), "fp32", "output", None),

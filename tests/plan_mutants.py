@@ -239,7 +239,9 @@ HARMLESS: dict[str, str] = {
     r"attach of warp 3 / \w+\.reduce": "it takes what math warps made who have attached",
     r"scratch_\w+ over notes": "a note is written when a wait expires, and none does",
     r"trigger before attach": "whom it lets begin waits for this launch, and that for the one before",
-    r"(post_attention|residual|combine)\.(measure|compute): twice": "the same bits are read and sent once more, before anyone empties them",
+    r"(post_attention|residual|combine)\.(measure|compute): twice": (
+        "the same bits are read and sent once more, before anyone empties them"
+    ),
     r"reset in two kernels": "the same copies are emptied once more, before anyone may write to them",
     r"number twice": "only a report of a hang would name the wrong one",
     r"empty: .*: a value": "these launches send no such word: who got one would wait for ever",

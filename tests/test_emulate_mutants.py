@@ -39,6 +39,7 @@ DENSE, EXPERT, TOP_K, STREAM = "ops/dense_gemm.cuh", "ops/expert_gemm.cuh", "ops
 
 COUNTER, FLAG = {"sync": "counter"}, {"sync": "flag"}
 CLUSTER = {"sync": "cluster", "cluster": "2"}
+EARLY = {"reducers": "1"}  # the finisher has nothing to do before, and is there before its sums
 
 
 @dataclass(frozen=True)
@@ -716,7 +717,7 @@ MUTANTS = (
         ),
         "unwritten",
         ((CHANNEL, "ptx::ld_shared_v4(ClusterMap"),),
-        on=Variant(CLUSTER),
+        on=Variant(CLUSTER | EARLY),
     ),
     Mutant(
         "cluster: not waited for",
@@ -727,7 +728,7 @@ MUTANTS = (
         ),
         "unwritten",
         ((CHANNEL, "ptx::ld_shared_v4(ClusterMap"),),
-        on=Variant(CLUSTER),
+        on=Variant(CLUSTER | EARLY),
     ),
     Mutant(
         "cluster: wait of the block's scope",

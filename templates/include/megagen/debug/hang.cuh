@@ -36,7 +36,7 @@ MEGAGEN_DEVICE void clear(const Ctx& ctx) {
     if (ctx.lane <= Ctx::Kernel::kWarps)
         ptx::st_shared_v4(ctx.shared + Ctx::Kernel::kNotes + ctx.lane * kNoteBytes, uint4{0, 0, 0, 0});
     if (Ctx::Kernel::kWarps == 32 && ctx.lane == 0) // more words than lanes
-        ptx::st_relaxed_shared_u32(alarm(ctx), 0);
+        ptx::st_shared_u32(alarm(ctx), 0);
 }
 
 // Whole warp. kFar: lanes wait for different things, and the first that lacks its own is the one reported.

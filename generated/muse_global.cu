@@ -63,14 +63,11 @@ struct AccumEmpty {
 struct TableReady {
   static constexpr u32 kOffset = 170592, kSlots = 1, kCount = 1, kIndex = 4;
 };
-struct GroupTopK {
-  static constexpr u32 kOffset = 170600, kSlots = 1, kCount = 1, kIndex = 5;
-};
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 170608, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 170600, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct BeginCombine {
-  static constexpr u32 kOffset = 170616, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 170608, kSlots = 1, kCount = 8, kIndex = 6;
 };
 }  // namespace barrier
 
@@ -79,7 +76,7 @@ struct AttentionPartials {  // lamport, _layer.py:100
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 4456448, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1024, kIndex = 8;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1024, kIndex = 7;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -87,7 +84,7 @@ struct Attended {  // lamport, _layer.py:101
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4558848, kBytes = 32768, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 0, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 9;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 8;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -95,7 +92,7 @@ struct Projected {  // lamport, _layer.py:104
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4624384, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 16384, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1024, kIndex = 10;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1024, kIndex = 9;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = true, kReaderResets = false, kFault = false;
 };
@@ -103,7 +100,7 @@ struct Summed {  // lamport, _layer.py:105
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 5410816, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 4, kIndex = 11;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 4, kIndex = 10;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -111,7 +108,7 @@ struct Middle {  // lamport, _layer.py:109
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 6197248, kBytes = 524288, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 12;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -119,7 +116,7 @@ struct Normed {  // lamport, _layer.py:110
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7245824, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 12;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -127,7 +124,7 @@ struct MiddleMoments {  // lamport, _layer.py:108
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7770112, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 14;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -135,7 +132,7 @@ struct Logits {  // lamport, _layer.py:111
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7786496, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -143,7 +140,7 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8048640, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -151,7 +148,7 @@ struct PooledPartials {  // lamport, _layer.py:99
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8050688, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 18;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -159,7 +156,7 @@ struct Pooled {  // lamport, _layer.py:112
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8312832, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -167,7 +164,7 @@ struct ExpertIn {  // lamport, _layer.py:113
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8706048, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -175,7 +172,7 @@ struct ExpertMid {  // lamport, _layer.py:114
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8968192, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -183,7 +180,7 @@ struct ExpertOut {  // lamport, _layer.py:115
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 12113920, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -191,7 +188,7 @@ struct SlotMoments {  // lamport, _layer.py:116
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15259648, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8, kRankStride = 0, kShard = 8;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 23;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -199,7 +196,7 @@ struct Combined {  // lamport, _layer.py:117
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15276032, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 24;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -207,7 +204,7 @@ struct UnpooledPartials {  // lamport, _layer.py:99
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15538176, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -215,7 +212,7 @@ struct Unpooled {  // lamport, _layer.py:118
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15800320, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -223,7 +220,7 @@ struct NextNormed {  // lamport, _layer.py:137
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 16586752, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 27;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -231,7 +228,7 @@ struct Moments {  // lamport, _layer.py:119
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17111040, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 28;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 27;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -239,7 +236,7 @@ struct NextPartials {  // lamport, _layer.py:138
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17127424, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 2304, kIndex = 29;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 2304, kIndex = 28;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -332,7 +329,6 @@ struct KernelPolicy {
     Barrier<barrier::AccumFull>::init(ctx);
     Barrier<barrier::AccumEmpty>::init(ctx);
     Barrier<barrier::TableReady>::init(ctx);
-    Barrier<barrier::GroupTopK>::init(ctx);
     Barrier<barrier::GroupPreExpertNorm>::init(ctx);
     Barrier<barrier::BeginCombine>::init(ctx);
   }
@@ -421,7 +417,6 @@ struct TopK {  // _layer.py:55
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
   static constexpr u32 kScratch = 168288;
-  using Group = barrier::GroupTopK;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
 struct PreExpertNorm {  // _layer.py:53

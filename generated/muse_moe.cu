@@ -50,11 +50,8 @@ struct TableReady {
 struct GroupPreFfnNorm {
   static constexpr u32 kOffset = 133272, kSlots = 1, kCount = 8, kIndex = 5;
 };
-struct GroupTopK {
-  static constexpr u32 kOffset = 133280, kSlots = 1, kCount = 1, kIndex = 6;
-};
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 133288, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 133280, kSlots = 1, kCount = 8, kIndex = 6;
 };
 }  // namespace barrier
 
@@ -63,7 +60,7 @@ struct Normed {  // lamport, muse_moe.py:75
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 8;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 7;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -71,7 +68,7 @@ struct Logits {  // lamport, muse_moe.py:76
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 626688, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 9;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 8;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -79,7 +76,7 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 888832, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 10;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 9;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -87,7 +84,7 @@ struct PooledPartials {  // lamport, muse_moe.py:77
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 890880, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 12;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 11;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -95,7 +92,7 @@ struct Pooled {  // lamport, muse_moe.py:78
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1153024, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 13;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 12;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -103,7 +100,7 @@ struct ExpertIn {  // lamport, muse_moe.py:79
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1546240, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 14;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -111,7 +108,7 @@ struct ExpertMid {  // lamport, muse_moe.py:80
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1808384, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -119,7 +116,7 @@ struct ExpertOut {  // lamport, muse_moe.py:81
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4954112, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -127,7 +124,7 @@ struct SlotMoments {  // lamport, muse_moe.py:82
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8099840, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8, kRankStride = 0, kShard = 8;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 17;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 16;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -135,7 +132,7 @@ struct Combined {  // lamport, muse_moe.py:83
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8116224, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 18;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -143,7 +140,7 @@ struct UnpooledPartials {  // lamport, muse_moe.py:84
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8378368, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 19;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 512, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -151,7 +148,7 @@ struct Unpooled {  // lamport, muse_moe.py:85
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8640512, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -159,7 +156,7 @@ struct Moments {  // lamport, muse_moe.py:86
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9426944, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -217,7 +214,6 @@ struct KernelPolicy {
     Barrier<barrier::AccumEmpty>::init(ctx);
     Barrier<barrier::TableReady>::init(ctx);
     Barrier<barrier::GroupPreFfnNorm>::init(ctx);
-    Barrier<barrier::GroupTopK>::init(ctx);
     Barrier<barrier::GroupPreExpertNorm>::init(ctx);
   }
 };
@@ -270,7 +266,6 @@ struct TopK {  // muse_moe.py:46
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
   static constexpr u32 kScratch = 130976;
-  using Group = barrier::GroupTopK;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
 struct PreExpertNorm {  // muse_moe.py:47

@@ -91,12 +91,15 @@ def _groups(plan: Plan) -> None:
     """Warps that meet at a barrier, and the scratch that they meet for, belong to one op."""
     owners: dict[str, OpPlan] = {}
     for op in plan.ops:
-        role = next((s.name for s in op.specs if s.meets and s.name in op.roles), None)
-        if role is None:
+        spec = next((s for s in op.specs if "scratch" in s.regions and s.name in op.roles), None)
+        if spec is None:
             continue
-        for what, name in (("group barrier", op.barriers.get("group")), ("scratch", op.regions.get("scratch"))):
+        wanted = {"scratch": op.regions.get("scratch")}
+        if spec.meets:
+            wanted["group barrier"] = op.barriers.get("group")
+        for what, name in wanted.items():
             if name is None:
-                refuse(RULE, f"{op.name}.{role} has no {what}", op.source)
+                refuse(RULE, f"{op.name}.{spec.name} has no {what}", op.source)
             if name in owners:
                 refuse(RULE, f"{op.name} and {owners[name].name} share the {what} {name}", op.source)
             owners[name] = op

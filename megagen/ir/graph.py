@@ -167,8 +167,8 @@ class RoleSpec(Frozen):
 
     @property
     def meets(self) -> bool:
-        """Whether its warps add up a row in the op's scratch, and so meet at a barrier of their own."""
-        return "scratch" in self.regions
+        """Whether its warps share the op's scratch, and so meet at a barrier of their own. A warp alone needs none."""
+        return "scratch" in self.regions and max(self.warps) > 1
 
     @property
     def rehearsable(self) -> bool:

@@ -51,29 +51,26 @@ struct TableReady {
 struct GroupPreFfnNorm {
   static constexpr u32 kOffset = 186616, kSlots = 1, kCount = 8, kIndex = 5;
 };
-struct GroupTopK {
-  static constexpr u32 kOffset = 186624, kSlots = 1, kCount = 1, kIndex = 6;
-};
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 186632, kSlots = 1, kCount = 8, kIndex = 7;
+  static constexpr u32 kOffset = 186624, kSlots = 1, kCount = 8, kIndex = 6;
 };
 struct PointDown {
-  static constexpr u32 kOffset = 186640, kSlots = 1, kCount = 9, kIndex = 8;
+  static constexpr u32 kOffset = 186632, kSlots = 1, kCount = 9, kIndex = 7;
 };
 struct BeginCombine {
-  static constexpr u32 kOffset = 186648, kSlots = 1, kCount = 8, kIndex = 9;
+  static constexpr u32 kOffset = 186640, kSlots = 1, kCount = 8, kIndex = 8;
 };
 struct BeginDown {
-  static constexpr u32 kOffset = 186656, kSlots = 1, kCount = 9, kIndex = 10;
+  static constexpr u32 kOffset = 186648, kSlots = 1, kCount = 9, kIndex = 9;
 };
 struct BeginGateUp {
-  static constexpr u32 kOffset = 186664, kSlots = 1, kCount = 9, kIndex = 11;
+  static constexpr u32 kOffset = 186656, kSlots = 1, kCount = 9, kIndex = 10;
 };
 struct BeginRouter {
-  static constexpr u32 kOffset = 186672, kSlots = 1, kCount = 9, kIndex = 12;
+  static constexpr u32 kOffset = 186664, kSlots = 1, kCount = 9, kIndex = 11;
 };
 struct DonePooledPartials {
-  static constexpr u32 kOffset = 186680, kSlots = 1, kCount = 1, kIndex = 13;
+  static constexpr u32 kOffset = 186672, kSlots = 1, kCount = 1, kIndex = 12;
 };
 }  // namespace barrier
 
@@ -82,7 +79,7 @@ struct Normed {  // counter, every_directive.py:54
   static constexpr Sync kKind = Sync::kCounter;
   static constexpr u32 kOffset = 92928, kBytes = 262144, kCopies = 2, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
-  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 14;
+  static constexpr u32 kCounterOffset = 617216, kArrivals = 8, kIndex = 13;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -90,7 +87,7 @@ struct Logits {  // lamport, every_directive.py:55
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 617472, kBytes = 131072, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 15;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 128, kIndex = 14;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -98,7 +95,7 @@ struct Routes {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 748544, kBytes = 1024, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 16;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1, kIndex = 15;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -106,7 +103,7 @@ struct PooledPartials {  // cluster, every_directive.py:57
   static constexpr Sync kKind = Sync::kCluster;
   static constexpr u32 kOffset = 0, kBytes = 0, kCopies = 1, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 18;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 17;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
   using Done = barrier::DonePooledPartials;
@@ -116,7 +113,7 @@ struct Pooled {  // flag, every_directive.py:58
   static constexpr Sync kKind = Sync::kFlag;
   static constexpr u32 kOffset = 750592, kBytes = 131072, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 1143808, kArrivals = 32, kIndex = 19;
+  static constexpr u32 kCounterOffset = 1143808, kArrivals = 32, kIndex = 18;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -124,7 +121,7 @@ struct ExpertIn {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1144064, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 20;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 8, kIndex = 19;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -132,7 +129,7 @@ struct ExpertMid {  // lamport, every_directive.py:59
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 1406208, kBytes = 1048576, kCopies = 3, kEmpty = 0x00000000u;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 21;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 20;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -140,7 +137,7 @@ struct ExpertOut {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4551936, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 22;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 21;
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = true;
 };
@@ -148,7 +145,7 @@ struct SlotMoments {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7697664, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8, kRankStride = 0, kShard = 8;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 23;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 22;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -156,7 +153,7 @@ struct Combined {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7714048, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 24;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 16, kIndex = 23;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -164,7 +161,7 @@ struct UnpooledPartials {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7976192, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 25;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 256, kIndex = 24;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -172,7 +169,7 @@ struct Unpooled {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8500480, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 26;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 64, kIndex = 25;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -180,7 +177,7 @@ struct Moments {  // lamport
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 9286912, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 27;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 32, kIndex = 26;
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
@@ -245,7 +242,6 @@ struct KernelPolicy {
     Barrier<barrier::AccumEmpty>::init(ctx);
     Barrier<barrier::TableReady>::init(ctx);
     Barrier<barrier::GroupPreFfnNorm>::init(ctx);
-    Barrier<barrier::GroupTopK>::init(ctx);
     Barrier<barrier::GroupPreExpertNorm>::init(ctx);
     Barrier<barrier::PointDown>::init(ctx);
     Barrier<barrier::BeginCombine>::init(ctx);
@@ -304,7 +300,6 @@ struct TopK {  // every_directive.py:39
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
   static constexpr u32 kScratch = 176032;
-  using Group = barrier::GroupTopK;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
 struct PreExpertNorm {  // every_directive.py:40

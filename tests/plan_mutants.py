@@ -742,7 +742,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=len(SEEDS), help="how many to try at most")
     parser.add_argument("--limit", type=float, default=CPU_SECONDS, help="CPU seconds of one seed")
     parser.add_argument("--fresh", action="store_true", help="emulate what is known too")
-    parser.add_argument("--new", action="store_true", help="emulate only what has never been, whatever has changed since")
+    parser.add_argument(
+        "--new", action="store_true", help="emulate only what has never been, whatever has changed since"
+    )
     parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
     given = parser.parse_args()
     if given.write:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import caches
 import pytest
 import torch
 
 from megagen.ir.graph import Routing
-from megagen.ops.attention import CHUNK, Attention
+from megagen.ops.attention import CHUNK, Attention, held, slots
 from megagen.ops.compare import measure
 from megagen.ops.qkv_heads import QkvHeads
 
@@ -86,11 +87,11 @@ def everything(env: dict[str, object]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ring(rows: torch.Tensor, context: int, t: int) -> torch.Tensor:
-    """[heads, CHUNKS, CHUNK, 64] of rows [heads, context + t, 64]: what a token of the launch sees, NaN elsewhere."""
+    """[heads, CHUNKS * CHUNK, 64] of rows [heads, context + t, 64]: what a token of the launch sees, NaN elsewhere."""
     cache = rows.new_full((rows.shape[0], CHUNKS, CHUNK, 64), torch.nan)
     number = torch.arange(max(0, context + 1 - WINDOW), context + t)
     cache[:, number // CHUNK % CHUNKS, number % CHUNK] = rows[:, number]
-    return cache
+    return cache.flatten(1, 2)
 
 
 def table() -> torch.Tensor:
@@ -130,8 +131,8 @@ def test_attention_is_eager_attention(module, context, parents, dtype):
     norm = modeling.MuseSparkRMSNorm(eps=EPS, with_scale=False)
     want = norm(want).reshape(t, -1) * torch.sigmoid(gate)
     env |= {
-        "q": q.transpose(0, 1).flatten(1), "gate": gate, "k_cache": ring(k, context, t).flatten(1, 2),
-        "v_cache": ring(v, context, t).transpose(2, 3).contiguous(),
+        "q": q.transpose(0, 1).flatten(1), "gate": gate, "k_cache": caches.keys(ring(k, context, t)),
+        "v_cache": caches.values(ring(v, context, t)),
     }  # fmt: skip
     got = attention().reference(env, dtype)
     assert list(got) == ["out"]
@@ -147,14 +148,24 @@ def test_attention_ignores_what_it_does_not_see(module):
     env |= {"q": torch.randn(3, HEADS * 64, generator=g), "gate": torch.randn(3, HEADS * 64, generator=g)}
 
     def out(values: torch.Tensor) -> torch.Tensor:
-        caches = {"k_cache": ring(k, 200, 3).flatten(1, 2), "v_cache": ring(values, 200, 3).transpose(2, 3)}
-        return attention().reference(env | caches, torch.float32)["out"]
+        given = {"k_cache": caches.keys(ring(k, 200, 3)), "v_cache": caches.values(ring(values, 200, 3))}
+        return attention().reference(env | given, torch.float32)["out"]
 
     clean = out(v)
     for number, moved in ((72, [False] * 3), (73, [True, True, False]), (74, [True] * 3), (200, [True, False, True])):
         other = v.clone()
         other[:, number] += 1
         assert [not torch.equal(a, b) for a, b in zip(out(other), clean, strict=True)] == moved, number
+
+
+@pytest.mark.parametrize("made", [caches.keys, caches.values])
+def test_slots_are_where_the_elements_are(made):
+    """Of a ring of three chunks, numbers that have gone around it."""
+    rows = torch.randn(KV, 3 * CHUNK, 64)
+    numbers = torch.tensor([0, 7, 64 + 9, 5 * CHUNK + 63, 10_000])
+    view, index = slots(made(rows), numbers)
+    assert torch.equal(view[index].flatten(2), rows[:, numbers % (3 * CHUNK)].transpose(0, 1))
+    assert torch.equal(held(made(rows), numbers), rows[:, numbers % (3 * CHUNK)])
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------
@@ -215,8 +226,8 @@ def test_both_are_the_attention_module(module, context, parents, dtype):
     rows = heads().reference({"partials": linear, "rotary": table(), "positions": positions}, dtype)
     k, v = (rows[name].unflatten(1, (KV, 64)).transpose(0, 1) for name in ("k_cache", "v_cache"))
     env |= {
-        "q": rows["q"][context:], "gate": rows["gate"][context:], "k_cache": ring(k, context, t).flatten(1, 2),
-        "v_cache": ring(v, context, t).transpose(2, 3),
+        "q": rows["q"][context:], "gate": rows["gate"][context:], "k_cache": caches.keys(ring(k, context, t)),
+        "v_cache": caches.values(ring(v, context, t)),
     }  # fmt: skip
     close(made.o_proj(attention().reference(env, dtype)["out"]), want, dtype, bits=False)
 

@@ -210,7 +210,11 @@ def test_what_is_not_finite_hangs_nothing(emulate: Any) -> None:
     import torch
 
     kernel = emulate("muse_swa.py", ranks=1, seed=4, race=True, options=small(1))
-    places: dict[str, Any] = {"stream": 1, "q": 1, "v_cache": (0, 0, slice(None), 1)}  # of token 1
+    places: dict[str, Any] = {
+        "stream": 1,
+        "q": 1,
+        "v_cache": (0, 0, slice(None, None, 8), slice(1, None, 8)),
+    }  # of token 1
     for name, word in (("stream", 0x7F80), ("q", -1), ("v_cache", -1)):
         inputs = kernel.verifier.inputs(2, 0)
         x = inputs.ranks[0][name]

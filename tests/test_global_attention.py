@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, NamedTuple
 
+import caches
 import pytest
 from test_emulate_swa import few, small
 
@@ -285,8 +286,7 @@ class Bench:
             for c in (x.keys, x.values)
         )
         for name, value in (
-            ("q", x.q), ("gate", x.gate), ("keys", keys),
-            ("values", values.unflatten(1, (-1, CHUNK)).transpose(2, 3)),
+            ("q", x.q), ("gate", x.gate), ("keys", caches.keys(keys)), ("values", caches.values(values)),
         ):  # fmt: skip
             with self.rank.writing(to[name]):
                 (to[name][: step.tokens] if name in ("q", "gate") else to[name]).copy_(value)
@@ -426,8 +426,11 @@ FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
     "those of a span's first chunk do": (
         OWN, "if (start + kKeyChunk > ctx.context) hide(ctx, rows, start, even);", ";", NUMBERS,
     ),
-    "values past the end": (OWN, "end = ctx.context + ctx.tokens, own", "end = ~0u, own", NUMBERS),
-    "odd rows keep their halves' order": (OWN, "v[2 * i] = odd ? y : x;", "v[2 * i] = x;", NUMBERS),
+    "values past the end": (OWN, "end = ctx.context + ctx.tokens;", "end = ~0u;", NUMBERS),
+    "values past the end of a chunk's second half": (OWN, "before(start + half * 32, end)", "before(start, end)", NUMBERS),
+    "a mask's second half": (OWN, "rows.ancestors[h], start + half * 32)", "rows.ancestors[h], start)", NUMBERS),
+    "another word of the queries": (OWN, "a[h][i] = t < 2 ? low : high;", "a[h][i] = low;", NUMBERS),
+    "two lanes do not swap their dims": (OWN, "o[n][i] = odd ? got : o[n][i];", ";", NUMBERS),
     "keys for values": (OWN, "values = stage + kSideBytes;", "values = stage;", NUMBERS),
     "keys of the chunk before": (OWN, "stage + kChunkBytes, odd, sums", "stage, odd, sums", NUMBERS),
     "scores of a stage that has not come": (

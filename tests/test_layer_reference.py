@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import caches as laid
 import pytest
 import torch
 from small_models import Pass, block_output, cast, draw, layer_in, small_model
 
+from megagen.bench.inputs import get, put
 from megagen.models.muse_spark import MuseSparkConfig, cache_chunks, sliding_layer
 from megagen.ops.attention import CHUNK
 from megagen.ops.compare import measure
@@ -76,14 +78,13 @@ def slot(number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def caches(run: Launch, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """K [heads, chunks * 64, 64] and V [heads, chunks, 64 dims, 64 places] with every key that a token of the launch
-    can see, NaN elsewhere."""
+    """With every key that a token of the launch can see, NaN elsewhere."""
     keys = k.new_full((CONFIG.kv_heads, CHUNKS, CHUNK, CONFIG.head_dim), torch.nan)
     values = keys.clone()
     first = max(0, run.context + 1 - CONFIG.window)
     chunk, place = slot(torch.arange(first, run.context + run.tokens))
     keys[:, chunk, place], values[:, chunk, place] = k[first:].transpose(0, 1), v[first:].transpose(0, 1)
-    return keys.flatten(1, 2), values.transpose(2, 3).contiguous()
+    return laid.keys(keys.flatten(1, 2)), laid.values(values.flatten(1, 2))
 
 
 def rotary_table() -> torch.Tensor:
@@ -204,8 +205,8 @@ def test_what_no_token_sees_does_not_matter(model):
     first, _ = passes(model, torch.float32, run, stream)
     env = environment(graph, model, run, stream, first)
     clean = evaluate(graph, env, torch.float32)["attended"]
-    chunk, place = slot(torch.tensor(200 + 1 - CONFIG.window))
-    env["v_cache"][:, chunk, :, place] += 1
+    first_seen = [200 + 1 - CONFIG.window]
+    put(env["v_cache"], first_seen, get(env["v_cache"], first_seen).unflatten(1, (CONFIG.kv_heads, -1)) + 1)
     moved = evaluate(graph, env, torch.float32)["attended"]
     assert not torch.equal(moved[0], clean[0])
     assert torch.equal(moved[1:], clean[1:])

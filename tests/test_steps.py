@@ -21,7 +21,7 @@ from megagen.bench.verify import Verifier, same_bits
 from megagen.errors import DeviceError, MegagenError
 from megagen.ir.graph import DType, Graph, Scope, Shard, Tensor, TensorKind, Weight
 from megagen.models.muse_spark import MuseSparkConfig, expert_block
-from megagen.ops.attention import Attention
+from megagen.ops.attention import Attention, held
 from megagen.ops.dense_gemm import DenseGemm
 from megagen.ops.qkv_heads import QkvHeads, rotary
 from megagen.ops.reference import evaluate
@@ -208,7 +208,7 @@ def test_caches_hold_what_may_be_seen_and_nothing_else(context: int) -> None:
     seen = {n % (CHUNKS * 64) for n in range(max(0, context + 1 - WINDOW), context + 5)}
     for values in inputs.ranks:
         for slot in range(CHUNKS * 64):
-            k, v = values["k_cache"][:, slot], values["v_cache"][:, slot // 64, :, slot % 64]
+            k, v = (held(values[name], torch.tensor([slot])) for name in ("k_cache", "v_cache"))
             assert bool(k.isfinite().all()) == bool(v.isfinite().all()) == (slot in seen)
             assert bool(k.isnan().all()) == (slot not in seen)
     assert not same_bits(inputs.ranks[0]["k_cache"], inputs.ranks[1]["k_cache"])
@@ -273,7 +273,8 @@ def test_what_is_put_into_a_cache_is_got_from_it(first: int, tokens: int) -> Non
         put(x, numbers, rows)
         assert torch.equal(get(x, numbers), rows.flatten(1))
         assert int((x != 0).sum()) == rows.numel()
-    assert torch.equal(x[1, first // 64 % CHUNKS, :, first % 64], rows[0, 1])
+    place = first % 64  # of values, 64 dims
+    assert torch.equal(x[1, first // 64 % CHUNKS, place // 8 :: 8, place % 8 :: 8].flatten(), rows[0, 1])
 
 
 # -- judging ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from megagen.errors import MegagenError
 from megagen.ir.graph import DType, Graph, Tensor, TensorKind
-from megagen.ops.attention import CHUNK, Attention
+from megagen.ops.attention import Attention, slots
 from megagen.ops.embed import Embed
 from megagen.ops.global_attention import GlobalAttention
 from megagen.ops.qkv_heads import QkvHeads, rotary
@@ -137,32 +137,29 @@ def _theta(graph: Graph) -> float:
 
 
 # -- caches ------------------------------------------------------------------------------------------------------
-# [heads, slots, dim] of keys; [heads, chunks, dim, places] of values, which are kept transposed in each chunk.
 
 
-def _slots(cache: torch.Tensor, numbers: Iterable[int]) -> tuple[Any, ...]:
-    """An index that picks the slots of tokens with these numbers."""
-    n = torch.tensor(list(numbers), dtype=torch.int64, device=cache.device)
-    if cache.dim() == 4:
-        return (slice(None), n // CHUNK % cache.shape[1], slice(None), n % CHUNK)
-    return (slice(None), n % cache.shape[1])
+def _slots(cache: torch.Tensor, numbers: Iterable[int]) -> tuple[torch.Tensor, Any]:
+    return slots(cache, torch.tensor(list(numbers), dtype=torch.int64, device=cache.device))
 
 
 def put(cache: torch.Tensor, numbers: Iterable[int], values: torch.Tensor) -> None:
     """Write ``values`` [numbers, heads, dim] into the slots of these tokens."""
-    cache[_slots(cache, numbers)] = values if cache.dim() == 4 else values.transpose(0, 1)
+    view, index = _slots(cache, numbers)
+    view[index] = values.unflatten(2, (-1, view.shape[-1]))
 
 
 def get(cache: torch.Tensor, numbers: Iterable[int]) -> torch.Tensor:
     """[numbers, heads * dim]: what these tokens' slots hold."""
-    found = cache[_slots(cache, numbers)]
-    return (found if cache.dim() == 4 else found.transpose(0, 1)).flatten(1)
+    view, index = _slots(cache, numbers)
+    return view[index].flatten(1)
 
 
 def without(cache: torch.Tensor, numbers: Sequence[int]) -> torch.Tensor:
     """A copy in which these tokens' slots are zero."""
     rest = cache.clone()
-    rest[_slots(rest, numbers)] = 0
+    view, index = _slots(rest, numbers)
+    view[index] = 0
     return rest
 
 

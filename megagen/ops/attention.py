@@ -16,15 +16,37 @@ from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 64  # positions that a cache keeps together: V is transposed within them
+CHUNK = 64  # positions that a cache keeps together
+PIECE = 8  # rows of a piece, each of 16 bytes: a core matrix of wgmma without swizzle, which ldmatrix reads as well
+
+
+def slots(cache: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, tuple[slice | torch.Tensor, ...]]:
+    """A view of a cache of keys (three axes) or values (four), and an index of it: what it has of these ``numbers``,
+    int64 [n], counted around the ring. ``view[index]`` is [n, kv_heads, head_dim / 8, 8].
+
+    A chunk is in pieces of 8 x 8 in a row each: of keys [64, head_dim], of values [head_dim, 64].
+    """
+    rows = cache.shape[-2] if cache.dim() == 4 else CHUNK  # of a chunk
+    view = cache.view(len(cache), -1, rows // PIECE, CHUNK // PIECE, PIECE, PIECE)
+    chunk, block, place = numbers // CHUNK % view.shape[1], numbers % CHUNK // PIECE, numbers % PIECE
+    every = slice(None)
+    if cache.dim() == 4:
+        return view, (every, chunk, every, block, every, place)
+    return view, (every, chunk, block, every, place, every)
+
+
+def held(cache: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """What a cache has of these numbers: [kv_heads, n, head_dim]."""
+    view, index = slots(cache, numbers)
+    return view[index].flatten(2).transpose(0, 1)
 
 
 class Attention(Op):
     """``heads`` and ``kv_heads`` are rank-local; a token sees ``window`` positions, its own included.
 
-    Inputs: ``q`` and ``gate`` bf16 [tokens, heads * head_dim], ``keys`` bf16 [kv_heads, chunks * 64, head_dim],
-    ``values`` bf16 [kv_heads, chunks, head_dim, 64]. Outputs: ``partials`` fp32 [chunks, heads, tokens, head_dim + 4],
-    ``out`` bf16 [tokens, heads * head_dim].
+    Inputs: ``q`` and ``gate`` bf16 [tokens, heads * head_dim]; in the order of :func:`slots`, ``keys`` bf16 [kv_heads,
+    chunks * 64, head_dim] and ``values`` bf16 [kv_heads, chunks, head_dim, 64]. Outputs: ``partials`` fp32 [chunks,
+    heads, tokens, head_dim + 4], ``out`` bf16 [tokens, heads * head_dim].
     """
 
     kind: ClassVar[str] = "attention"
@@ -88,11 +110,10 @@ class Attention(Op):
         t, context, device = q.shape[1], int(env["context"]), q.device
         first = max(0, context + 1 - self.window)
         number = torch.arange(first, context + t, device=device)
-        slot, place = number // CHUNK % self.chunks, number % CHUNK
         groups = self.heads // self.kv_heads
-        keys = env[self.inputs["keys"]].unflatten(1, (self.chunks, CHUNK))[:, slot, place]  # [kv_heads, n, d]
-        values = env[self.inputs["values"]].transpose(2, 3)[:, slot, place]
-        keys, values = (x.to(dtype).repeat_interleave(groups, dim=0) for x in (keys, values))
+        keys, values = (
+            held(env[self.inputs[x]], number).to(dtype).repeat_interleave(groups, dim=0) for x in ("keys", "values")
+        )
         seen = number + self.window > env["positions"].to(device)[:, None]
         seen[:, context - first :] = env["ancestors"].to(device)
 

@@ -17,7 +17,7 @@ from pydantic import model_validator
 
 from megagen.errors import ScheduleError, here
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
-from megagen.ops.attention import CHUNK
+from megagen.ops.attention import CHUNK, held
 
 if TYPE_CHECKING:
     import torch
@@ -137,9 +137,10 @@ class GlobalAttention(Op):
         q = env[self.inputs["q"]].to(dtype).unflatten(1, (-1, d)).transpose(0, 1)  # [heads, t, d]
         t, context = q.shape[1], int(env["context"])
         end, groups = context + t, self.heads // self.kv_heads
-        keys = env[self.inputs["keys"]][:, :end]
-        values = env[self.inputs["values"]].transpose(2, 3).flatten(1, 2)[:, :end]
-        keys, values = (x.to(dtype).repeat_interleave(groups, dim=0) for x in (keys, values))
+        number = torch.arange(end, device=q.device)
+        keys, values = (
+            held(env[self.inputs[x]], number).to(dtype).repeat_interleave(groups, dim=0) for x in ("keys", "values")
+        )
         seen = torch.ones(t, end, dtype=torch.bool, device=q.device)
         seen[:, context:] = env["ancestors"].to(q.device)
 

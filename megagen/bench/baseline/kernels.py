@@ -424,6 +424,12 @@ def combine(
 
 
 @triton.jit
+def _laid(row, column, COLUMNS: tl.constexpr):
+    """Where a chunk of a cache has an element: in pieces of 8 x 8, see :func:`megagen.ops.attention.slots`."""
+    return (row // 8 * (COLUMNS // 8) + column // 8) * 64 + row % 8 * 8 + column % 8
+
+
+@triton.jit
 def attend(
     q, keys, values, context, positions, ancestors, sums, tops, totals, scale,
     T: tl.constexpr, H: tl.constexpr, KV: tl.constexpr, CHUNKS: tl.constexpr, WINDOW: tl.constexpr, PER: tl.constexpr,
@@ -453,9 +459,8 @@ def attend(
         number = c * CHUNK + p
         there = (number >= oldest) & (number < before + T)
         at = c % CHUNKS
-        k = tl.load(
-            keys + ((kv * CHUNKS + at) * CHUNK + p[None, :]) * HEAD + d[:, None], mask=there[None, :], other=0.0
-        )
+        chunk = (kv * CHUNKS + at) * CHUNK * HEAD
+        k = tl.load(keys + chunk + _laid(p[None, :], d[:, None], HEAD), mask=there[None, :], other=0.0)
         s = _dot(rows, k, tl.zeros((BM, CHUNK), tl.float32)) * scale
         bit = seen[:, None] >> tl.minimum(tl.maximum(number - before, 0), 31)[None, :] & 1
         sees = tl.where(number[None, :] < before, number[None, :] + WINDOW > position[:, None], bit != 0)
@@ -464,9 +469,7 @@ def attend(
         base = tl.where(new == float("-inf"), 0.0, new)
         s = tl.exp(s - base[:, None])
         fade = tl.exp(top - base)
-        v = tl.load(
-            values + ((kv * CHUNKS + at) * HEAD + d[None, :]) * CHUNK + p[:, None], mask=there[:, None], other=0.0
-        )
+        v = tl.load(values + chunk + _laid(d[None, :], p[:, None], CHUNK), mask=there[:, None], other=0.0)
         acc = _dot(_bf16(s), v, acc * fade[:, None])
         total = total * fade + tl.sum(s, axis=1)
         top = new
@@ -537,13 +540,13 @@ def heads(
         tl.store(at, low)
         tl.store(at + HALF, high)
     elif first < H + KV:
-        at = keys + ((h - H) * CHUNKS * CHUNK + number % (CHUNKS * CHUNK)) * HEAD + d
-        tl.store(at, low)
-        tl.store(at + HALF, high)
+        at = keys + ((h - H) * CHUNKS + number // CHUNK % CHUNKS) * CHUNK * HEAD
+        tl.store(at + _laid(number % CHUNK, d, HEAD), low)
+        tl.store(at + _laid(number % CHUNK, d + HALF, HEAD), high)
     elif first < H + 2 * KV:
-        at = values + (((h - H - KV) * CHUNKS + number // CHUNK % CHUNKS) * HEAD + d) * CHUNK + number % CHUNK
-        tl.store(at, low)
-        tl.store(at + HALF * CHUNK, high)
+        at = values + ((h - H - KV) * CHUNKS + number // CHUNK % CHUNKS) * CHUNK * HEAD
+        tl.store(at + _laid(d, number % CHUNK, CHUNK), low)
+        tl.store(at + _laid(d + HALF, number % CHUNK, CHUNK), high)
     else:
         at = gate + (t * H + h - H - 2 * KV) * HEAD + d
         tl.store(at, low)

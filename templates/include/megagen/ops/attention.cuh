@@ -21,6 +21,10 @@ concept AttentionPolicy = requires {
     typename Op::Out;
 };
 
+// No lane permutes anything: in all operands lane (g, t) has 16 consecutive elements, the keys' order within a chunk
+// and the dims' within a head being free as long as both sides of a product agree. Column g of tile n is key, or dim,
+// 16 (g / 2) + 2 n + g % 2, so that lane t gets 16 t .. 16 t + 15 in all.
+//
 // Partials: rows (slot, head, token) of 64 weighted sums of V, then the largest score and the sum of weights.
 template <AttentionPolicy Op>
 struct Attention : AttentionTile {
@@ -110,7 +114,8 @@ struct Attention : AttentionTile {
         const u32 g = ctx.lane / 4, t = ctx.lane % 4;
         const u32 start = (live.begin + live.after(slot)) * kKeyChunk;
         const u32 chunk = (head / (Op::kHeads / Op::kKvHeads) * Op::kChunks + slot) * kKeyChunk;
-        const auto fragment = [&](u32 i) { return (chunk + g / 2 * 16 + i / 2 * 2 + g % 2) * 64 + t * 16 + i % 2 * 8; };
+        const u32 own = chunk * 64 + g / 2 * 16 * kPiece + t * 2 * kPiece + g % 2 * 8;
+        const auto fragment = [=](u32 i) { return own + i / 8 * 8 * kPiece + i % 2 * kPiece + i / 2 % 4 * 16; };
         u32 a[2][kWords];
         uint4 k[2 * kTiles], v[2 * kTiles];
         if (!chosen_queries(ctx, head, a) || !Op::Keys::read(ctx, k, true, fragment)) return false;
@@ -131,8 +136,7 @@ struct Attention : AttentionTile {
                 x[n][0] = row_of(h, s[n][0], s[n][2]), x[n][1] = row_of(h, s[n][1], s[n][3]);
             if (!whole) {
                 const u32 position = row_of(h, rows.position[0], rows.position[1]);
-                mask(seen(ctx, oldest(position), row_of(h, rows.ancestors[0], rows.ancestors[1]), start + t * 16), 0,
-                     x);
+                mask(seen(ctx, oldest(position), row_of(h, rows.ancestors[0], rows.ancestors[1]), start + t * 16), x);
             }
 #pragma unroll
             for (u32 n = 0; n < kTiles; ++n) p[n][1] = p[n][0];
@@ -146,8 +150,35 @@ struct Attention : AttentionTile {
         float o[kTiles][4] = {};
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) multiply(o, half, left(p), v, half * kTiles);
-        send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum);
+        send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum,
+                                                [=](u32 n) { return t * 16 + 2 * n; });
         return true;
+    }
+
+    // Scores of a row's 16 keys that it does not see are minus infinity.
+    MEGAGEN_DEVICE void mask(u32 seen, float (&s)[kTiles][4]) {
+#pragma unroll
+        for (u32 i = 0; i < 16; ++i) {
+            if ((seen >> i & 1) == 0) s[i / 2][i % 2] = __uint_as_float(kNone);
+        }
+    }
+
+    // Values whose numbers nobody sees may be anything, and a weight of zero does not help against a NaN. Registers
+    // hold numbers number .. number + 15; those from `first` to `end` are seen.
+    template <u32 kN>
+    MEGAGEN_DEVICE void drop_unseen(u32 first, u32 end, u32 number, uint4 (&v)[kN]) {
+        const u32 kept = before(number, end) & ~before(number, first);
+        const u32 pairs = (kept & 0x5555) | (kept & 0xaaaa) << 15; // two neighbours, 16 places apart
+        const auto keep = [=](u32 i) { // at the tops of bytes 0 and 2, which fill the two below
+            return ptx::prmt(i < 4 ? pairs << (7 - 2 * i) : pairs >> (2 * i - 7), 0, 0xaa88);
+        };
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            const u32 mask[4] = {keep(4 * half), keep(4 * half + 1), keep(4 * half + 2), keep(4 * half + 3)};
+#pragma unroll
+            for (u32 i = half; i < kN; i += 2)
+                v[i].x &= mask[0], v[i].y &= mask[1], v[i].z &= mask[2], v[i].w &= mask[3];
+        }
     }
 
     // A warp has a token of a head: lane i the statistics of slots i and i + 32, and of every second slot four dims.

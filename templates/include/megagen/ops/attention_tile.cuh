@@ -1,8 +1,8 @@
 // What attentions are made of: up to 16 tokens of a head against 64 keys, by MMA. Shared by the attention op kinds.
 //
-// No lane permutes anything: in all operands lane (g, t) has 16 consecutive elements, the keys' order within a chunk
-// and the dims' within a head being free as long as both sides of a product agree. Column g of tile n is key, or dim,
-// 16 (g / 2) + 2 n + g % 2, so that lane t gets 16 t .. 16 t + 15 in all.
+// Caches keep chunks of 64 keys, and of values the transposed, in pieces of 8 rows of 16 bytes: what MMAs read from
+// shared memory at once lies together. Piece (r, c) of a chunk has rows 8 r .. and columns 8 c ..; see
+// megagen/ops/attention.py.
 #pragma once
 
 #include <megagen/kernel.cuh>
@@ -19,6 +19,7 @@ struct AttentionTile {
     static constexpr u32 kTiles = kKeyChunk / 8; // n8 tiles of keys, and of dims
     static constexpr u32 kSteps = kHeadDim / 16; // k16 steps of an MMA over dims, and over keys
     static constexpr u32 kWords = 8;             // 32-bit registers of a lane's 16 consecutive elements
+    static constexpr u32 kPiece = 64;            // elements
     static constexpr u32 kPartialRow = kHeadDim + 4;
     static constexpr u32 kNone = 0xff800000u; // minus infinity
     static_assert(kHeadDim == 64 && kKeyChunk == 64, "fragments of four steps and eight tiles");
@@ -67,37 +68,18 @@ struct AttentionTile {
         return h == 0 ? low : high;
     }
 
-    // Both of its tokens' queries of a head, at `width` elements a token.
-    template <class Q, u32 kWidth, class Ctx>
-    MEGAGEN_DEVICE bool queries(Ctx& ctx, u32 head, uint4 (&q)[2][2]) {
-        const u32 g = ctx.lane / 4, t = ctx.lane % 4;
-        const auto query = [&](u32 h) {
-            return [=](u32 i) { return (g + 8 * h) * kWidth + head * kHeadDim + t * 16 + i * 8; };
-        };
-        const bool ok = Q::read(ctx, q[0], g < ctx.tokens, query(0));
-        return ok && Q::read(ctx, q[1], g + 8 < ctx.tokens, query(1));
-    }
-
-    // Ones in the places of those of 16 numbers from `first` that come before `end`.
+    // Ones in the places of those of 32 numbers from `first` that come before `end`.
     MEGAGEN_DEVICE u32 before(u32 first, u32 end) {
         const u32 n = end > first ? end - first : 0;
-        return n < 16 ? (1u << n) - 1 : 0xffffu;
+        return n < 32 ? (1u << n) - 1 : ~0u;
     }
 
-    // Which of 16 numbers from `first` a token sees, a bit each, if of those in the caches it sees `oldest` and later.
+    // Which of 32 numbers from `first` a token sees, a bit each, if of those in the caches it sees `oldest` and later.
     template <class Ctx>
     MEGAGEN_DEVICE u32 seen(const Ctx& ctx, u32 oldest, u32 ancestors, u32 first) {
         const u32 old = before(first, ctx.context) & ~before(first, oldest);
         const u32 own = first - ctx.context, ahead = ctx.context - first; // one of them is small, or both are far off
-        return old | (own < 32 ? ancestors >> own : ahead < 16 ? ancestors << ahead : 0);
-    }
-
-    // Scores of a row's 16 keys that it does not see are minus infinity.
-    MEGAGEN_DEVICE void mask(u32 seen, u32 h, float (&s)[kTiles][4]) {
-#pragma unroll
-        for (u32 i = 0; i < 16; ++i) {
-            if ((seen >> i & 1) == 0) s[i / 2][2 * h + i % 2] = __uint_as_float(kNone);
-        }
+        return old | (own < 32 ? ancestors >> own : ahead < 32 ? ancestors << ahead : 0);
     }
 
     // The larger of `most` and this lane's scores of row h.
@@ -150,29 +132,12 @@ struct AttentionTile {
         return [&p](u32 j, u32 i) { return p[2 * j + i / 2][i % 2]; };
     }
 
-    // Values whose numbers nobody sees may be anything, and a weight of zero does not help against a NaN. Registers
-    // hold numbers number .. number + 15; those from `first` to `end` are seen.
-    template <u32 kN>
-    MEGAGEN_DEVICE void drop_unseen(u32 first, u32 end, u32 number, uint4 (&v)[kN]) {
-        const u32 kept = before(number, end) & ~before(number, first);
-        const u32 pairs = (kept & 0x5555) | (kept & 0xaaaa) << 15; // two neighbours, 16 places apart
-        const auto keep = [=](u32 i) { // at the tops of bytes 0 and 2, which fill the two below
-            return ptx::prmt(i < 4 ? pairs << (7 - 2 * i) : pairs >> (2 * i - 7), 0, 0xaa88);
-        };
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            const u32 mask[4] = {keep(4 * half), keep(4 * half + 1), keep(4 * half + 2), keep(4 * half + 3)};
-#pragma unroll
-            for (u32 i = half; i < kN; i += 2)
-                v[i].x &= mask[0], v[i].y &= mask[1], v[i].z &= mask[2], v[i].w &= mask[3];
-        }
-    }
-
     // A head's sums for both tokens, as rows first + token of the partial results: 64 weighted sums of V, then the
-    // largest score and the sum of weights. `kUnroll` 1: less code; 2: fewer registers.
-    template <class Partials, u32 kUnroll, class Ctx>
+    // largest score and the sum of weights. Of tiles n and n + 1 this lane has four dims in a row, from dim(n).
+    // `kUnroll` 1: less code; 2: fewer registers.
+    template <class Partials, u32 kUnroll, class Ctx, class Dim>
     MEGAGEN_DEVICE void send_partials(Ctx& ctx, u32 first, const float (&o)[kTiles][4], const float (&most)[2],
-                                      const float (&sum)[2]) {
+                                      const float (&sum)[2], Dim dim) {
         const u32 g = ctx.lane / 4, t = ctx.lane % 4;
 #pragma unroll(kUnroll)
         for (u32 h = 0; h < 2; ++h) {
@@ -182,7 +147,7 @@ struct AttentionTile {
             const auto word = [&](u32 n, u32 i) { return __float_as_uint(row_of(h, o[n][i], o[n][2 + i])); };
 #pragma unroll
             for (u32 n = 0; n < kTiles; n += 2)
-                Partials::send(ctx, row, t * 16 + 2 * n, uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
+                Partials::send(ctx, row, dim(n), uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
             const u32 stat[2] = {__float_as_uint(row_of(h, most[0], most[1])),
                                  __float_as_uint(row_of(h, sum[0], sum[1]))};
             if (t == 0) Partials::send(ctx, row, kHeadDim, uint4{stat[0], stat[1], 0, 0});

@@ -174,15 +174,8 @@ struct GlobalAttention : AttentionTile {
     // unit's last chunk come scores of its last stage once more, which nobody uses.
     template <class Ctx>
     MEGAGEN_DEVICE bool attend(Ctx& ctx, const Rows& rows, const Units<Ctx>& unit, u32 head) {
-        uint4 q[2][2];
-        if (!queries<typename Op::Q, kWidth>(ctx, head, q) || !Ctx::Ring::acquire(ctx)) return false;
         u32 a[2][kWords];
-        words_of(q[0], 0, a[0]);
-        words_of(q[1], 0, a[1]);
-        // A product's left side is four registers in a row. Those of a load would be copied before every product.
-#pragma unroll
-        for (u32 i = 0; i < 2 * kWords; ++i)
-            a[i / kWords][i % kWords] = __shfl_sync(kFullMask, a[i / kWords][i % kWords], ctx.lane);
+        if (!queries(ctx, head, a) || !Ctx::Ring::acquire(ctx)) return false;
         Sums sums;
         Scores even = {}, odd;
         u32 start = unit.begin() * kKeyChunk;
@@ -205,9 +198,45 @@ struct GlobalAttention : AttentionTile {
             start += kStageChunks * kKeyChunk;
         }
         const float sum[2] = {sums.weights[0], sums.weights[2]};
+        swap_dims(ctx, sums.o);
         send_partials<typename Op::Partials, 2>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
-                                                sums.most, sum);
+                                                sums.most, sum,
+                                                [&](u32 n) { return 8 * (n + ctx.lane % 2) + ctx.lane % 4 / 2 * 4; });
         return true;
+    }
+
+    // Both of its tokens' queries of a head, dims 8 i + 2 t and the next in word i.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool queries(Ctx& ctx, u32 head, u32 (&a)[2][kWords]) {
+        const u32 t = ctx.lane % 4;
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            const u32 token = ctx.lane / 4 + 8 * h, first = token * kWidth + head * kHeadDim;
+            uint4 q[kWords];
+            if (!Op::Q::read(ctx, q, token < ctx.tokens, [=](u32 i) { return first + i * 8; })) return false;
+#pragma unroll
+            for (u32 i = 0; i < kWords; ++i) {
+                const u32 low = t % 2 == 0 ? q[i].x : q[i].y, high = t % 2 == 0 ? q[i].z : q[i].w;
+                a[h][i] = t < 2 ? low : high;
+            }
+        }
+        return true;
+    }
+
+    // Of each two tiles n and n + 1 a lane has dims 2 t and the next. Two lanes swap, so that the even one has four
+    // in a row of tile n, and the odd one of tile n + 1.
+    template <class Ctx>
+    MEGAGEN_DEVICE void swap_dims(const Ctx& ctx, float (&o)[kTiles][4]) {
+        const bool odd = ctx.lane % 2 != 0;
+#pragma unroll
+        for (u32 n = 0; n < kTiles; n += 2) {
+#pragma unroll
+            for (u32 i = 0; i < 4; ++i) {
+                const float got = __shfl_xor_sync(kFullMask, odd ? o[n][i] : o[n + 1][i], 1);
+                o[n][i] = odd ? got : o[n][i];
+                o[n + 1][i] = odd ? o[n + 1][i] : got;
+            }
+        }
     }
 
     // Of a head, for rows g and g + 8.
@@ -217,7 +246,7 @@ struct GlobalAttention : AttentionTile {
         float weights[4] = {};                                            // their weights: a tile of equal columns
     };
 
-    // Of rows g (0, 1) and g + 8 (2, 3) with keys 16 t + 2 n and the next of a chunk.
+    // Of rows g (0, 1) and g + 8 (2, 3) with keys 8 n + 2 t and the next of a chunk.
     struct Scores {
         float s[kTiles][4];
         float most[2]; // the largest so far, these included
@@ -234,7 +263,32 @@ struct GlobalAttention : AttentionTile {
     template <class Ctx>
     MEGAGEN_DEVICE void hide(const Ctx& ctx, const Rows& rows, u32 start, Scores& of) {
 #pragma unroll
-        for (u32 h = 0; h < 2; ++h) mask(seen(ctx, 0, rows.ancestors[h], start + ctx.lane % 4 * 16), h, of.s);
+        for (u32 h = 0; h < 2; ++h) {
+#pragma unroll
+            for (u32 half = 0; half < 2; ++half) {
+                const u32 own = seen(ctx, 0, rows.ancestors[h], start + half * 32) >> 2 * (ctx.lane % 4);
+#pragma unroll
+                for (u32 i = 0; i < kTiles; ++i) { // keys 8 (i / 2) + i % 2
+                    if ((own >> (i / 2 * 8 + i % 2) & 1) == 0)
+                        of.s[half * kTiles / 2 + i / 2][2 * h + i % 2] = __uint_as_float(kNone);
+                }
+            }
+        }
+    }
+
+    // Values whose numbers nobody sees may be anything, and a weight of zero does not help against a NaN. Those before
+    // `end` are seen; word i of a tile has numbers start + 8 i + 2 t and the next.
+    template <class Ctx>
+    MEGAGEN_DEVICE void drop_unseen(const Ctx& ctx, u32 start, u32 end, uint4 (&v)[kTiles]) {
+#pragma unroll
+        for (u32 half = 0; half < 2; ++half) {
+            const u32 kept = before(start + half * 32, end) >> 2 * (ctx.lane % 4);
+            const auto keep = [=](u32 i) { return (kept >> 8 * i & 1) * 0xffffu | (kept >> 8 * i & 2) * 0x7fff8000u; };
+            const u32 mask[4] = {keep(0), keep(1), keep(2), keep(3)};
+#pragma unroll
+            for (u32 i = half; i < kTiles; i += 2)
+                v[i].x &= mask[0], v[i].y &= mask[1], v[i].z &= mask[2], v[i].w &= mask[3];
+        }
     }
 
     // One more chunk, of numbers from `start`, into a head's running sums: its values are at `values` in shared memory.
@@ -243,7 +297,7 @@ struct GlobalAttention : AttentionTile {
     template <class Ctx>
     MEGAGEN_DEVICE void fold(const Ctx& ctx, const Rows& rows, const u32 (&a)[2][kWords], u32 start, u32 values,
                              const Scores& now, u32 keys, Scores& next, Sums& sums) {
-        const u32 after = start + kKeyChunk, end = ctx.context + ctx.tokens, own = start + ctx.lane % 4 * 16;
+        const u32 after = start + kKeyChunk, end = ctx.context + ctx.tokens;
         const bool edge = after + kKeyChunk > ctx.context; // somebody does not see all of the two
         next = {};
         score(ctx, a, keys, 0, next);
@@ -273,29 +327,25 @@ struct GlobalAttention : AttentionTile {
         fragments(ctx, values, 0, v);
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) next.most[h] = most_of(next.s, h, sums.most[h]);
-        if (edge) drop_unseen(0, end, own, v);
+        if (edge) drop_unseen(ctx, start, end, v);
         multiply(sums.o, 0, weights, v, 0);
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) next.most[h] = quad_max(next.most[h]);
         fragments(ctx, values, 1, v);
-        if (edge) drop_unseen(0, end, own, v);
+        if (edge) drop_unseen(ctx, start, end, v);
         multiply(sums.o, 1, weights, v, 0);
     }
 
-    // Four tiles of a chunk: 32 bytes of a row to a lane. Rows are 128 bytes apart, so neighbours in g would meet in
-    // the same banks: the odd ones read their second half first. Then each eight lanes that read at once touch all
-    // banks. A chunk is at a multiple of 32 bytes.
+    // Four tiles of a chunk, of each eight pieces in a row.
     template <class Ctx>
     MEGAGEN_DEVICE void fragments(const Ctx& ctx, u32 chunk, u32 half, uint4 (&v)[kTiles]) {
-        const u32 g = ctx.lane / 4, t = ctx.lane % 4;
-        const bool odd = g % 2 != 0;
-        const u32 one = chunk + (g / 2 * 16 + g % 2) * (kHeadDim * 2) + t * 32 + g % 2 * 16, other = one ^ 16;
+        constexpr u32 kBytes = 4 * kPiece * 2;
+        const u32 own = chunk + half * kTiles * kBytes + ctx.lane * 16;
 #pragma unroll
-        for (u32 i = 0; i < kTiles / 2; ++i) {
-            const u32 tile = (half * kTiles + 2 * i) * (kHeadDim * 2);
-            const uint4 x = ptx::ld_shared_v4(one + tile), y = ptx::ld_shared_v4(other + tile);
-            v[2 * i] = odd ? y : x;
-            v[2 * i + 1] = odd ? x : y;
+        for (u32 i = 0; i < kTiles; ++i) {
+            u32 r[4];
+            ptx::ldmatrix_x4(r, own + i * kBytes);
+            v[i] = {r[0], r[1], r[2], r[3]};
         }
     }
 

@@ -122,14 +122,15 @@ struct QkvHeads {
         if (head < kFirstKey) {
             Op::Q::send(ctx, token, head * kDim + dim, v);
         } else if (head < kFirstValue) {
-            Op::Keys::send(ctx, (head - kFirstKey) * Op::kRing + number % Op::kRing, dim, v);
+            const u32 row = (head - kFirstKey) * Op::kRing + number % Op::kRing / 8 * 8 + dim / 8;
+            Op::Keys::send(ctx, row, number % 8 * 8 + dim % 8, v);
         } else if (head < kFirstGate) {
             const u32 chunk = (head - kFirstValue) * kRingChunks + number / kKeyChunk % kRingChunks;
-            const u32 row = chunk * kDim + dim, place = number % kKeyChunk;
-            Op::Values::send_half(ctx, row, place, v.x & 0xffffu);
-            Op::Values::send_half(ctx, row + 1, place, v.x >> 16);
-            Op::Values::send_half(ctx, row + 2, place, v.y & 0xffffu);
-            Op::Values::send_half(ctx, row + 3, place, v.y >> 16);
+            const u32 row = chunk * kDim + dim / 8 * 8 + number % kKeyChunk / 8, at = dim % 8 * 8 + number % 8;
+            Op::Values::send_half(ctx, row, at, v.x & 0xffffu);
+            Op::Values::send_half(ctx, row, at + 8, v.x >> 16);
+            Op::Values::send_half(ctx, row, at + 16, v.y & 0xffffu);
+            Op::Values::send_half(ctx, row, at + 24, v.y >> 16);
         } else {
             Op::Gate::send(ctx, token, (head - kFirstGate) * kDim + dim, v);
         }

@@ -278,7 +278,7 @@ KERNELS = (
     }, right=(0, 22), threads=128),
     Kernel("wgmma.cu", "products_of_few", each(1, kinds=BAD, says="no part of a whole warpgroup"), threads=96),
     Kernel("wgmma.cu", "products_of_a_ring", {
-        **each(1, 4, kinds=RACE, says="copies over what a product under way reads", other=True),
+        **each(1, 4, 5, kinds=RACE, says="copies over what a product under way reads", other=True),
         2: Fault(("unwritten", "race"), "a copy under way|nobody has written", unraced=False),
         3: Fault(("unwritten", "race"), "a copy under way", other=True, unraced=False),
     }, threads=160, shared=64 + 2048),

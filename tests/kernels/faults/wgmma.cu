@@ -74,16 +74,18 @@ extern "C" __global__ void products_of_a_ring(const __grid_constant__ Params p) 
         if (threadIdx.x == 128) {
             AWAIT(ptx::mbarrier_try_wait_parity(empty, tile % 2 ^ 1));
             ptx::mbarrier_arrive_expect_tx(full, kMatrix);
-            ptx::bulk_load(slot, p.constant + 64 * tile, kMatrix, full); // FAULT 1 4, OTHER 2 3
+            ptx::bulk_load(slot, p.constant + 64 * tile, kMatrix, full); // FAULT 1 4 5, OTHER 2 3
         }
         if (threadIdx.x >= 128) continue;
         if (way != 2 && (way != 3 || lane != 7)) AWAIT(ptx::mbarrier_try_wait_parity(full, tile % 2));
         ptx::wgmma_fence();
         const u64 b = ptx::wgmma_descriptor(slot, kLeading, kStride);
-        ptx::wgmma_m64n64k16_bf16(d, kOnes, kOnes, kOnes, kOnes, b, true); // FAULT 2 3, OTHER 1 4
-        ptx::wgmma_commit();
-        if (way == 4) ptx::wgmma_wait<1>();
-        if (way != 1 && way != 4) ptx::wgmma_wait<0>();
+        for (u32 group = 0; group < (way == 5 ? 2 : 1); ++group) {
+            ptx::wgmma_m64n64k16_bf16(d, kOnes, kOnes, kOnes, kOnes, b, true); // FAULT 2 3, OTHER 1 4 5
+            ptx::wgmma_commit();
+        }
+        if (way == 4 || way == 5) ptx::wgmma_wait<1>();
+        if (way == 0) ptx::wgmma_wait<0>();
         if (lane == 0) ptx::mbarrier_arrive(empty);
         ptx::wgmma_wait<0>();
     }

@@ -258,6 +258,30 @@ KERNELS = (
     Kernel("copies.cu", "loads_of_the_launch_before", {}, right=(0,), launches=2),
     Kernel("copies.cu", "loads_of_the_launch_before", {}, right=(0,), launches=2, pdl=True),
     Kernel("copies.cu", "many_fences", {}, blocks=48, threads=128),
+    # -- products of a warpgroup --
+    Kernel("wgmma.cu", "products", {
+        **each(1, 6, kinds=BAD, says="no wgmma.fence since the last wait"),
+        2: Fault(("no_proxy_fence",), "lets a product read what .* no fence.proxy.async in between", other=True),
+        **each(3, 4, 5, kinds=("left",), says="without waiting for its products"),
+        7: Fault(BAD, "a swizzle"),
+        **each(8, 18, kinds=("misaligned",), says="no multiples of 16"),
+        9: Fault(STRAY, "multiplies by 4 bytes at byte 20[4-6][0-9] of 2048 bytes"),
+        10: Fault(("unwritten",), "multiplies by shared memory that nobody has written"),
+        11: Fault(BAD, "unlike the one of another warp .*: another descriptor"),
+        12: Fault(("diverged",), "not all four warps", who=False),
+        13: Fault(BAD, "another descriptor, or another accumulate, than the first lane"),
+        **each(14, 21, kinds=BAD, says="finds accumulators written"),
+        15: Fault(("no_proxy_fence", "race", "unwritten")),
+        16: Fault(("no_proxy_fence", "race"), both=True, other=True),
+        17: Fault(("diverged",), "leaves the kernel while others wait|lanes that have left"),
+        20: Fault(BAD, "unlike the one of another warp .*: another accumulate"),
+    }, right=(0, 22), threads=128),
+    Kernel("wgmma.cu", "products_of_few", each(1, kinds=BAD, says="no part of a whole warpgroup"), threads=96),
+    Kernel("wgmma.cu", "products_of_a_ring", {
+        **each(1, 4, 5, kinds=RACE, says="copies over what a product under way reads", other=True),
+        2: Fault(("unwritten", "race"), "a copy under way|nobody has written", unraced=False),
+        3: Fault(("unwritten", "race"), "a copy under way", other=True, unraced=False),
+    }, threads=160, shared=64 + 2048),
     # -- order --
     Kernel("races.cu", "message", races(*range(1, 9)), right=(0, 11, 12, 13, 14, 15), blocks=2),
     Kernel("races.cu", "counter", races(1, 2), right=(
@@ -421,6 +445,14 @@ def check_lines(kernel: Kernel, way: int, expected: Fault, report: Report) -> No
     either = expected.both and who in there
     assert who in (there if either else here), report
     assert other in (here if either else there) or (not expected.other and other is None), report
+
+
+def test_sums_are_no_numbers_until_their_product_is_waited_for() -> None:
+    kernel = next(k for k in KERNELS if k.name == "products")
+    for seed in range(SEEDS):
+        out = run(kernel, 22, seed).view(np.float32)
+        assert (out[:128] == 33).all()
+        assert np.isnan(out[128:256]).all()
 
 
 # -- what a deadlock's report lists ----------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from kernels.cases import CASES, FILES, HERE, Case
 
 from megagen import resources
 from megagen.compile import compile_source
+from megagen.errors import CompileError
 from megagen.settings import Settings
 
 BUILT_IN = re.compile(
@@ -20,8 +21,17 @@ def test_kernels_compile(file: str) -> None:
     assert set(FILES[file]) == set(re.findall(r'extern "C" __global__ .*?\b(\w+)\(const', source))
     built = compile_source(source, kernels=FILES[file], archs=["sm_90a"], settings=Settings.from_env())["sm_90a"]
     assert "warning" not in built.log
+    assert "Performance Loss" not in built.log  # products of a warpgroup that the compiler makes wait for each other
     for report in built.kernels.values():
         assert report.spill_store_bytes == 0 and report.traps in (0, None)
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
+def test_what_only_hopper_has_is_refused_for_others(arch: str) -> None:
+    source = (HERE / "wgmma.cu").read_text("utf-8")
+    assert {c.only for c in CASES if c.file == "wgmma.cu"} == {"sm_90a"}
+    with pytest.raises(CompileError, match=r"wgmma\.cuh is for sm_90a alone"):
+        compile_source(source, kernels=FILES["wgmma.cu"], archs=[arch], settings=Settings.from_env())
 
 
 def test_every_wrapper_and_built_in_has_a_case() -> None:

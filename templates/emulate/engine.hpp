@@ -110,6 +110,22 @@ struct BulkGroup {
     Site at;                                 // of its last store
 };
 
+struct Product { // of a warpgroup, issued and not complete
+    float* d;
+    u32 a[4];
+    u32 first, leading, stride; // of its B: offset of the first core matrix, bytes to the next ones
+    bool accumulate;
+    u32 group;
+    Site at;
+};
+
+// What D holds meanwhile, while the registers do not.
+struct Sums {
+    float* d;
+    u32 bits[32];
+    u32 products; // to come
+};
+
 struct Wait { // of a thread, for reports
     const char* what = nullptr;
     u32 edge = kAll, slot = 0, phase = 0;
@@ -132,6 +148,10 @@ struct Thread {
     std::vector<BulkGroup> groups;    // of bulk stores, oldest first; the last one is open
     u32 bulk_serial = 0;
     u32 bulk_agent = kNobody;
+    std::vector<Product> products;              // oldest first
+    std::vector<Sums> sums;                     // of their accumulators
+    u32 committed = 0;                          // groups of products so far
+    bool product_fenced = false;                // since the last wait for products
     std::vector<std::pair<Watch*, u32>> polled; // since it last went round a polling loop, and the version it saw
     bool polled_much = false;
     u64 ticket = 0; // of its sleep, 0 when it is awake
@@ -168,6 +188,7 @@ struct Warp {
     bool multiplied = false;
     bool dull = false; // something read, or an MMA's results, was the same in all lanes: no evidence
     u32 consuming = 0; // lanes that have named the value that the next vote is on
+    u32 products = 0, products_agent = kNobody, products_serial = 0; // issued; who reads their B; its time
     u32 voters = 0, same_votes = 0, voted_step = kNoStep;
     u32 time = 1, synced = 1, consumed = 1;
     Clock clock;
@@ -204,6 +225,18 @@ struct Meeting { // a named barrier, or the cluster's
     ReleaseRef done;
 };
 
+// A product's issue, which all four warps of a warpgroup must make alike.
+struct Issue {
+    u64 b;
+    bool accumulate;
+    Site at;
+};
+
+struct Warpgroup {
+    std::deque<Issue> issues; // that not all of its warps have made
+    u32 first = 0;            // number of the oldest of them
+};
+
 struct Cluster {
     std::vector<Block*> blocks;
     Meeting barrier;
@@ -225,6 +258,7 @@ struct Block {
     std::vector<Shadow> shadow;
     std::unordered_map<u32, Barrier> barriers; // by offset
     Meeting named[16];
+    std::vector<Warpgroup> warpgroups;
 };
 
 struct Launch {
@@ -373,6 +407,11 @@ bool ordered(const Thread* t, const Access& e);
 Access access_of(Thread* t, Scope scope, bool is_read, Site at);
 Clock released_by(Thread* t);
 ReleaseRef release(Thread* t, Scope scope);
+// A word of a product's B, of the block's own shared memory: as the product is issued, and as it is made.
+void check_operand(Thread* t, i64 offset, Site at);
+u32 operand(Thread* t, u32 offset, Site at, Site issued);
+void leave_products(Thread* t);         // nothing may be left under way
+void end_products(Engine& e, Block& b); // and its warps have done the same
 // What `from` released comes before what the thread does next, if scopes allow.
 void acquire(Thread* t, const ReleaseRef& from, Scope scope);
 void settle_acquired(Warp& warp, bool everything);
@@ -384,8 +423,8 @@ inline u64 agent_key(const Block& b, u32 what) {
     return static_cast<u64>(b.launch->rank) << 56 | static_cast<u64>(b.launch->number & 1) << 55 |
            static_cast<u64>(b.index) << 32 | what;
 }
-constexpr u32 kBarrierAgent = 1u << 24, kRemoteAgent = 1u << 25,
-              kBulkAgent = 1u << 26; // in `what`, beside an offset or a thread
+constexpr u32 kBarrierAgent = 1u << 24, kRemoteAgent = 1u << 25, kBulkAgent = 1u << 26,
+              kProductsAgent = 1u << 27; // in `what`, beside an offset, a thread or a warp
 u32 pack_site(Site at);
 Site unpack_site(u32 packed);
 

@@ -187,6 +187,14 @@ void compute(Warp& w, const Gathering& g) {
     case Collective::kMatrix:
         matrices(w);
         return;
+    case Collective::kProduct:
+        for (u32 lane = 1; lane < 32; ++lane)
+            if (std::memcmp(w.in[lane], w.in[0], 5 * sizeof(u32)) != 0)
+                w.block->engine->fail("bad_instruction",
+                                      "comes to a warpgroup's operation with another descriptor, or another "
+                                      "accumulate, than the first lane of its warp",
+                                      w.threads[lane], g.site);
+        return;
     default:
         break;
     }
@@ -252,6 +260,8 @@ const char* name_of(Collective what) {
         return "ldmatrix";
     case Collective::kRegisters:
         return "setmaxnreg";
+    case Collective::kProduct:
+        return "wgmma";
     case Collective::kBarrier:
         return "a barrier";
     case Collective::kAny:

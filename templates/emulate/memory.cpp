@@ -186,7 +186,8 @@ void race(Thread* t, const char* verb, const Access& other, const Place& place, 
     const char* did = other.is_async  ? "a copy under way writes"
                       : other.is_read ? "another thread reads"
                                       : "another thread writes";
-    if (other.is_async && other.is_read) did = "a bulk store under way reads";
+    if (other.is_async && other.is_read)
+        did = other.is_shared ? "a product under way reads" : "a bulk store under way reads";
     const bool strong = other.scope != Scope::kNone;
     e.fail("race",
            text("%s what %s%s, and nothing orders the two", verb, did,
@@ -241,14 +242,14 @@ bool proxied(Thread* t, const Access& write, bool global) {
     return false;
 }
 
-void require_proxied(Thread* t, const Shadow& s, bool global, auto make_place, Site at, const char* does = "read") {
+void require_proxied(Thread* t, const Shadow& s, bool global, auto make_place, Site at,
+                     const char* does = "a bulk copy read") {
     if (!s.write.known() || s.write.is_async || proxied(t, s.write, global)) return;
     const Place place = make_place();
     engine_of(t).fail(
         "no_proxy_fence",
-        text("lets a bulk copy %s what was written through the generic proxy, with no fence.proxy.async in between",
-             does),
-        t, at, &place, &s.write);
+        text("lets %s what was written through the generic proxy, with no fence.proxy.async in between", does), t, at,
+        &place, &s.write);
 }
 
 void polled(Thread* t, Watch& watch) {
@@ -853,6 +854,53 @@ u32 shared_poll(u32 from, Site at) {
     return shared_rmw(from, Rmw::kOr, 0, at);
 }
 
+// The reads of a product are the warp's, by an agent that whoever waits for the product knows of.
+void check_operand(Thread* t, i64 offset, Site at) {
+    Engine& e = engine_of(t);
+    Block& b = block_of(t);
+    const Place place = place_of(b, offset, 4);
+    if (offset < 0 || offset + 4 > b.launch->shared_bytes)
+        e.fail("out_of_bounds",
+               text("multiplies by 4 bytes at byte %lld of %u bytes of shared memory", offset, b.launch->shared_bytes),
+               t, at, &place);
+    const u32 word = static_cast<u32>(offset) / 4;
+    Shadow& s = b.shadow[word];
+    if (b.valid[word] & kBarrier)
+        e.fail("bad_instruction", "multiplies by an mbarrier as if it were data", t, at, &place);
+    if ((b.valid[word] & kBytes) != kBytes) {
+        if (s.write.known() && s.write.is_async)
+            e.fail("unwritten", "multiplies by what a copy under way will write: its mbarrier has not completed", t, at,
+                   &place, &s.write);
+        e.fail("unwritten", "multiplies by shared memory that nobody has written", t, at, &place);
+    }
+    const auto make_place = [&] { return place; };
+    require_proxied(t, s, false, make_place, at, "a product read");
+    note(t, Verb::kRead, b, static_cast<u32>(offset), 4);
+    if (!e.config.race) return;
+    Access read = access_of(t, Scope::kNone, true, at);
+    read.is_async = read.is_shared = 1;
+    Access read_later = read;
+    read_later.agent = t->warp->products_agent;
+    read_later.time = t->warp->products_serial;
+    read_later.lanes = 1;
+    check_read(t, s, read, make_place, at, false, &read_later);
+}
+
+u32 operand(Thread* t, u32 offset, Site at, Site issued) {
+    const Block& b = block_of(t);
+    if ((b.valid[offset / 4] & kBytes) != kBytes) {
+        const Place place = place_of(b, offset, 4);
+        const Access& write = b.shadow[offset / 4].write;
+        engine_of(t).fail(
+            "overwritten",
+            text("waits for a product whose operand a copy has begun to overwrite (issued in line %u)", issued.line()),
+            t, at, &place, write.known() ? &write : nullptr);
+    }
+    u32 v;
+    std::memcpy(&v, &b.shared[offset], 4);
+    return v;
+}
+
 // -- mbarriers --------------------------------------------------------------------------------------------------------
 
 namespace {
@@ -1138,7 +1186,7 @@ void bulk_load(u32 to, const void* from, u32 bytes, u32 bar, u32 blocks, u64 pol
                 const Place place = make_place();
                 e.fail("bad_instruction", "copies over an mbarrier", t, at, &place);
             }
-            require_proxied(t, b.shadow[word], false, make_place, at, "overwrite");
+            require_proxied(t, b.shadow[word], false, make_place, at, "a bulk copy overwrite");
             check_write(t, b.shadow[word], access, make_place, at, e.config.race, false, &written);
             b.valid[word] = 0;
             std::memcpy(&b.shared[4 * word], &kPoison, 4);

@@ -354,6 +354,7 @@ void Engine::leave(Thread& t) {
     for (const BulkGroup& g : t.groups)
         if (!g.read && !g.stores.empty())
             fail("left", "leaves the kernel without waiting until its bulk stores have read shared memory", &t, g.at);
+    leave_products(&t);
     w.live &= ~bit;
     w.ready &= ~bit;
     ++changes;
@@ -374,6 +375,7 @@ void Engine::leave(Thread& t) {
     if (t.cluster_phase == cluster.phase + 1) --cluster.arrived; // it counts no more among those who must arrive
     finish_cluster(*this, *b.cluster);
     if (!b.live_threads) {
+        end_products(*this, b);
         for (auto& [offset, barrier] : b.barriers) {
             end_phase(barrier, b, offset); // one that was begun
             if (barrier.copied > barrier.seen)

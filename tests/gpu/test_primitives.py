@@ -20,14 +20,22 @@ POISON = 0x5A5A5A5A  # of an output word that no one writes
 
 
 @pytest.fixture(scope="module")
-def module() -> Callable[[str], Module]:
-    """A file's kernels, compiled for the GPU at hand and loaded."""
+def arch() -> str:
+    """The architecture to compile for, of the GPU at hand."""
     import torch
 
     capability = torch.cuda.get_device_capability()
     arch = next((a for a in KNOWN if runs(a, capability)), None)
     if arch is None:
         pytest.skip(f"the code is for none of this GPU's architectures {capability}")
+    return arch
+
+
+@pytest.fixture(scope="module")
+def module(arch: str) -> Callable[[str], Module]:
+    """A file's kernels, compiled and loaded."""
+    import torch
+
     torch.cuda.synchronize()  # makes the primary context current
     loaded: dict[str, Module] = {}
 
@@ -58,11 +66,14 @@ def launch(module: Module, case: Case) -> Any:
 @pytest.mark.parametrize("case", CASES, ids=[c.name for c in CASES])
 def test_primitives(
     case: Case,
+    arch: str,
     module: Callable[[str], Module],
     record_property: Callable[[str, object], None],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Twice: a launch leaves nothing behind that a second would trip over."""
+    if case.only not in ("", arch):
+        pytest.skip(f"{case.file} is for {case.only} only")
     for _ in range(2):
         worst, share = case.check(launch(module(case.file), case))
     if case.unit:

@@ -39,7 +39,8 @@ class Data:
 class Case:
     """One launch. ``written``: which inputs the kernel writes too; each launch wants all of them fresh.
 
-    ``unit``: what the errors of an approximation are measured in, or empty where every bit is given.
+    ``unit``: what the errors of an approximation are measured in, or empty where every bit is given. ``only``: the
+    architecture that the whole file is for, or empty if it is for all.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Case:
     shared_bytes: int = 0
     written: tuple[int, ...] = ()
     unit: str = ""
+    only: str = ""
 
     @cached_property
     def data(self) -> Data:
@@ -455,6 +457,77 @@ def _matrix_loads() -> Data:
     return Data((words, rows.reshape(-1)), np.concatenate([*of_lane, of_lane[0][..., :2]], axis=-1))
 
 
+# -- wgmma.cu ------------------------------------------------------------------------------------------------------
+
+PRODUCT_BOUND = 4 * MMA_BOUND  # of four instructions; on a GPU not measured yet
+
+
+def _product_operands(seed: int, groups: int, tiles: int, whole: bool) -> tuple[Reals, Reals, Reals]:
+    """A [warpgroup][64][64] and C [warpgroup][64][64], B [tile][n][k]; ``whole``: every sum is exact in fp32."""
+    rng = np.random.default_rng(seed)
+    shapes = (groups, 64, 64), (tiles, 64, 64), (groups, 64, 64)
+    if whole:
+        a, b, c = (rng.integers(-9, 10, shape).astype(np.float64) for shape in shapes)
+        return a, b, c
+    a, b = (_operands(rng, shape, 7, 0) for shape in shapes[:2])
+    return a, b, _operands(rng, shapes[2], 23, 0)
+
+
+def _core_matrices(b: Words) -> Words:
+    """B's words as bulk copies bring them: core matrices of 8 n by 8 k, all of 8 n in a row."""
+    return b.reshape(-1, 8, 8, 8, 4).swapaxes(2, 3)
+
+
+def _products(
+    seed: int, sums: Callable[[int], list[Any]], groups: int = 2, tiles: int = 1, whole: bool = False
+) -> Data:
+    """``sums``: for each output a list of (factor of C, k16 steps of every tile of B that are multiplied)."""
+    a, b, c = _product_operands(seed, groups, tiles, whole)
+    k, row = 2 * THREAD[:, None] + np.array([0, 0, 8, 8]), A_ROW
+    half_a, half_b = (_bits(x) >> 16 for x in (a, b))
+    steps = half_a.reshape(groups, 4, 16, 4, 16).transpose(0, 1, 3, 2, 4)  # [group][warp][step][row][k]
+    words_a = steps[..., row, k] | steps[..., row, k + 1] << 16
+    words_b = half_b[..., 0::2] | half_b[..., 1::2] << 16
+
+    def fragments(d: Reals) -> Reals:
+        """[group][64][64] as [group][warp][lane][32]."""
+        tiled = d.reshape(groups, 4, 16, 8, 8).transpose(0, 1, 3, 2, 4)  # [group][warp][n8][row][column]
+        return np.moveaxis(tiled[..., C_ROW, C_COLUMN], 2, 3).reshape(groups, 4, 32, 32)
+
+    expected, scales = [], []
+    for factor, parts in sums(tiles):
+        left = np.concatenate([a[..., 16 * step : 16 * step + 16] for _, step in parts], axis=2)
+        right = np.concatenate([b[tile, :, 16 * step : 16 * step + 16] for tile, step in parts], axis=1)
+        expected.append(fragments(left @ right.T + factor * c))
+        scales.append(fragments(np.abs(left) @ np.abs(right).T + factor * np.abs(c)))
+    moved_b = words_b if tiles == 1 else _core_matrices(words_b)
+    inputs = tuple(np.ascontiguousarray(x, np.uint32).reshape(-1) for x in (words_a, moved_b, _bits(fragments(c))))
+    d, scale = np.stack(expected), np.stack(scales)
+    if whole:
+        assert (np.abs(scale) < 1 << 24).all()
+        return Data(inputs, _bits(d))
+    return Data(inputs, d, unit=scale, bound=np.full(d.shape, PRODUCT_BOUND))
+
+
+ALL_STEPS = [(0, step) for step in range(4)]
+
+
+def _chain(seed: int, whole: bool = False) -> Data:
+    return _products(seed, lambda _: [(0, ALL_STEPS), (1, ALL_STEPS)], whole=whole)
+
+
+def _product_groups(seed: int, whole: bool = False) -> Data:
+    def sums(_: int) -> list[Any]:
+        return [(1, ALL_STEPS[:2]), (1, ALL_STEPS[2:]), (1, ALL_STEPS), (0, [(0, 0)] * 3)]
+
+    return _products(seed, sums, whole=whole)
+
+
+def _product_ring() -> Data:
+    data = _products(40, lambda tiles: [(1, [(t, s) for t in range(tiles) for s in range(4)])], 1, 6, whole=True)
+    return Data(data.inputs, np.append(data.expected.reshape(-1), np.ones(160, np.uint32)))
+
+
 # -- warp.cu -------------------------------------------------------------------------------------------------------
 
 
@@ -596,6 +669,37 @@ CASES: tuple[Case, ...] = (
     Case("multiply_tf32", "mma.cu", "multiply_tf32", lambda: _tf32(0), blocks=4, unit="of the terms' sum"),
     Case("multiply_tf32_low", "mma.cu", "multiply_tf32", lambda: _tf32(0x1FFF), blocks=4, unit="of the terms' sum"),
     Case("matrix_loads", "mma.cu", "matrix_loads", _matrix_loads, threads=64, shared_bytes=128 * 16),
+    *(
+        Case(
+            name,
+            "wgmma.cu",
+            kernel,
+            make,
+            blocks=256 // threads,  # two warpgroups in all
+            threads=threads,
+            shared_bytes=shared,
+            unit="" if name.endswith("whole") else "of the terms' sum",
+            only="sm_90a",
+        )
+        for name, kernel, make, threads, shared in (
+            ("product_rows", "product_rows", lambda: _chain(34), 128, 8192),
+            ("product_columns", "product_columns", lambda: _chain(35), 256, 8192),
+            ("product_apart", "product_apart", lambda: _chain(36), 256, 8 * 1168),
+            ("product_rows_whole", "product_rows", lambda: _chain(37, whole=True), 256, 8192),
+            ("product_columns_whole", "product_columns", lambda: _chain(37, whole=True), 128, 8192),
+            ("product_groups", "product_groups", lambda: _product_groups(38), 256, 8192),
+            ("product_groups_whole", "product_groups", lambda: _product_groups(39, whole=True), 128, 8192),
+        )
+    ),
+    Case(
+        "product_ring",
+        "wgmma.cu",
+        "product_ring",
+        _product_ring,
+        threads=160,
+        shared_bytes=128 + 2 * 8192,
+        only="sm_90a",
+    ),
     Case("lanes", "warp.cu", "lanes", _lanes, shared_bytes=128 * 4),
     Case("control", "warp.cu", "control", _control, threads=384),
     Case("stamps", "warp.cu", "stamps", _stamps, threads=64),

@@ -55,6 +55,14 @@ void bulk_wait(u32 pending, bool only_read, Site at);
 void st_async(u32 to, u32 value, u32 bar, Site at);
 constexpr u64 kNoPolicy = 0, kEvictFirst = 0x12f0000000000000, kEvictLast = 0x14f0000000000000;
 
+// A warpgroup's products, D = A B + D of m64n64k16 in bf16: `d` has 32 numbers of this lane, which are NaN from here
+// until the wait, `a` four words; `b` describes a matrix in shared memory, read through the async proxy.
+u64 product_descriptor(u32 shared, u32 leading_bytes, u32 stride_bytes, Site at);
+void product_fence(Site at);
+void product(float* d, const u32* a, u64 b, bool accumulate, Site at);
+void product_commit(Site at);
+void product_wait(u32 pending, Site at);
+
 // Meeting points.
 void block_sync(Site at);
 void named_sync(u32 id, u32 threads, Site at);
@@ -82,7 +90,8 @@ enum class Collective : u8 {
     kMmaTf32,
     kMatrix, // ldmatrix: address, count, transposed
     kRegisters,
-    kBarrier // comes to one of the block's or the cluster's together
+    kProduct, // what all lanes of a warpgroup do alike: five words that are the same in all lanes
+    kBarrier  // comes to one of the block's or the cluster's together
 };
 void collective(Collective what, u32 mask, const u32* in, u32 n_in, u32* out, u32 n_out, Site at);
 

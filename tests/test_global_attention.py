@@ -57,7 +57,9 @@ SYNCS = {
 }  # fmt: skip
 
 
-def schedule(attention: GlobalAttention, blocks: int = 3, sync: str = "by reader", stages: int = 3) -> Schedule:
+def schedule(
+    attention: GlobalAttention, blocks: int = 3, sync: str = "by reader", stages: int = 3, together: bool = False
+) -> Schedule:
     g = graph(attention)
     s = Schedule("attention_alone", g, machines.load("h200"), warps=12, blocks=blocks)
     s.ring(stages=stages, stage_bytes=32 * KiB)
@@ -65,6 +67,8 @@ def schedule(attention: GlobalAttention, blocks: int = 3, sync: str = "by reader
     s.sync(g.attention.attend >> g.attention.merge, SYNCS[sync]())
     s.reset(by=s.warp(1))
     s.launch(registers=(120, 192))
+    if together:
+        s.warpgroups(g.attention.attend)
     return s
 
 
@@ -325,10 +329,11 @@ STEPS_RUN = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["warps", "warpgroups"])
 @pytest.mark.parametrize("sync", SYNCS)
-def test_attention(bench: Callable[..., Bench], sync: str) -> None:
+def test_attention(bench: Callable[..., Bench], sync: str, together: bool) -> None:
     """Across the borders of chunks and spans; launch after launch, so that whatever is emptied is used again."""
-    b = bench(sync=sync, seed=3)
+    b = bench(sync=sync, seed=3, together=together)
     for i, step in enumerate(STEPS_RUN if sync == "by reader" else STEPS_RUN[2:8:2]):
         x = given(b.attention, step, i)
         close(b.launch(x, step), expected(b.attention, x, step))
@@ -336,10 +341,17 @@ def test_attention(bench: Callable[..., Bench], sync: str) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "blocks"), [(2, 2, 1), (4, 2, 7), (4, 1, 2), (24, 3, 12)], ids=str)
 def test_other_groups(bench: Callable[..., Bench], heads: int, kv_heads: int, blocks: int) -> None:
-    b = bench(op(heads, kv_heads, 640), blocks=blocks, sync="counter", stages=2)
-    step = Step.random_tree(7, 500, heads)
-    x = given(b.attention, step, heads)
-    close(b.launch(x, step), expected(b.attention, x, step))
+    """By warps and by warpgroups, of which some have no head: the same bits, as far as the emulator has them."""
+    import torch
+
+    found = []
+    for together in (False, True):
+        b = bench(op(heads, kv_heads, 640), blocks=blocks, sync="counter", stages=2, together=together)
+        step = Step.random_tree(7, 500, heads)
+        x = given(b.attention, step, heads)
+        found.append(b.launch(x, step))
+        close(found[-1], expected(b.attention, x, step))
+    assert torch.equal(*(x.view(torch.int16) for x in found))
 
 
 def test_longer_spans(bench: Callable[..., Bench]) -> None:
@@ -390,11 +402,13 @@ def test_what_is_not_finite_hangs_nothing(bench: Callable[..., Bench]) -> None:
         assert b.launch(x, step)[1].isnan().any(), name
 
 
-def test_a_launch_that_is_given_up_at_any_moment_ends(bench: Callable[..., Bench]) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["warps", "warpgroups"])
+def test_a_launch_that_is_given_up_at_any_moment_ends(bench: Callable[..., Bench], together: bool) -> None:
+    """Of a warpgroup all four warps leave, and with no product under way: the emulator would say so."""
     given_up = 0
     step = Step.chain(3, 600)
-    for seed in range(4):
-        b = bench(seed=seed, expire=Expire.ANY)
+    for seed in range(12 if together else 4):
+        b = bench(seed=seed, expire=Expire.ANY, together=together)
         x = given(b.attention, step, seed)
         try:
             b.launch(x, step)
@@ -427,7 +441,7 @@ FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
         OWN, "if (start + kKeyChunk > ctx.context) hide(ctx, rows, start, even);", ";", NUMBERS,
     ),
     "values past the end": (OWN, "end = ctx.context + ctx.tokens;", "end = ~0u;", NUMBERS),
-    "values past the end of a chunk's second half": (OWN, "before(start + half * 32, end)", "before(start, end)", NUMBERS),
+    "values past the end of half a chunk": (OWN, "before(start + half * 32, end)", "before(start, end)", NUMBERS),
     "a mask's second half": (OWN, "rows.ancestors[h], start + half * 32)", "rows.ancestors[h], start)", NUMBERS),
     "another word of the queries": (OWN, "a[h][i] = t < 2 ? low : high;", "a[h][i] = low;", NUMBERS),
     "two lanes do not swap their dims": (OWN, "o[n][i] = odd ? got : o[n][i];", ";", NUMBERS),
@@ -455,7 +469,8 @@ def test_faults_are_found(bench: Callable[..., Bench], monkeypatch: pytest.Monke
     types = "megagen/types.cuh"  # the first one: without optimisation it compiles in a third of the time
     texts[types] = f'#pragma GCC optimize("O0")\n{texts[types]}'
     monkeypatch.setattr(resources, "headers", lambda: texts)
-    b = bench(op(2, 2, 640, eps=0.1), sync="counter")  # next to nothing, the norm would hide the sum of weights
+    # two stages, so that each is filled again; eps: next to nothing, the norm would hide the sum of weights
+    b = bench(op(2, 2, 640, eps=0.1), sync="counter", stages=2)
     with pytest.raises(kind):
         for step in (Step.random_tree(3, 62, 3), Step.chain(2, 255), Step.chain(2, 300)):
             x = given(b.attention, step, 11)

@@ -217,6 +217,7 @@ class Schedule:
     first_experts: Loc | None = None
     stamped: tuple[int, Loc | None] | None = None
     rehearsed: dict[tuple[str, str], Loc | None] = field(default_factory=dict)
+    together: dict[tuple[str, str], Loc | None] = field(default_factory=dict)
     said: dict[str, Loc | None] = field(default_factory=dict)  # where, of what may be said only once
 
     def __init__(
@@ -237,7 +238,7 @@ class Schedule:
         self.rings, self.roles, self.prefetches, self.caps = [], {}, [], []
         self.hints, self.syncs, self.launch_, self.housekeeper = {}, [], Launch(), None
         self.faults, self.choices, self.offered, self.accum_slots = [], dict(choices or {}), {}, 2
-        self.said, self.stamped, self.rehearsed = {}, None, {}
+        self.said, self.stamped, self.rehearsed, self.together = {}, None, {}, {}
         self.warms, self.first_experts = [], None
 
     if not TYPE_CHECKING:  # a type checker knows the attributes
@@ -483,6 +484,26 @@ class Schedule:
                 f"{handle!r} cannot be rehearsed: it fills or drains the ring", loc=loc, hint=f"of this op: {roles}"
             )
         return [(handle.op, handle.role)]
+
+    def warpgroups(self, *roles: RoleHandle) -> None:
+        """Let four warps at a time make the products of these roles, straight from shared memory: Hopper's wgmma.
+
+        Sums are the same, in the same order. Raises ScheduleError for a role that cannot, or a machine without it.
+        """
+        loc = here()
+        able = [(op.name, r.name) for op in self.graph.ops for r in op.roles() if r.warpgroups]
+        for handle in roles:
+            name = (handle.op, handle.role) if isinstance(handle, RoleHandle) else None
+            if name not in able:
+                hint = f"of this graph: {', '.join(f'g.{o}.{r}' for o, r in able) or 'none'}"
+                raise ScheduleError(f"{handle!r} has no products of a warpgroup", loc=loc, hint=hint)
+            if self.machine.arch != "sm_90a":
+                raise ScheduleError(
+                    f"{self.machine.name} is {self.machine.arch}, and only sm_90a has wgmma", loc=loc,
+                    hint="leave it out on other machines",
+                )  # fmt: skip
+            self._once(f"warpgroups of {'.'.join(name)}", loc)
+            self.together[name] = loc
 
     def reset(self, by: Warps) -> None:
         """The warp that empties idle copies of lamport channels and counters."""

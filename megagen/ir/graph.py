@@ -145,11 +145,11 @@ class RoleSpec(Frozen):
     ``reads`` / ``writes``: ports (keys of ``Op.inputs`` and ``Op.outputs``, an op may read its own outputs).
     ``every_block``: runs in each block (block-scope outputs), else its tiles are spread over the blocks.
     ``stream``: loads the op's weight through the ring, or if it has none the tensors that the role reads; ``ring``:
-    consumes it; ``accum``: 'out' hands
-    accumulators to the op's reduce role through shared memory, 'in' takes them. ``hands_back``: ports of which it reads
-    each element in one block only, and which it can empty for the next launch. ``regions``: purposes of
-    :meth:`Op.shared` that it uses. ``registers``: below this many a thread ptxas spills (seen in the op's own kernel on
-    sm_90a); 0: any number will do.
+    consumes it; ``accum``: 'out' hands accumulators to the op's reduce role through shared memory, 'in' takes them.
+    ``hands_back``: ports of which it reads each element in one block only, and which it can empty for the next launch.
+    ``regions``: purposes of :meth:`Op.shared` that it uses. ``warpgroups``: its products can be those of whole
+    warpgroups. ``registers``: below this many a thread ptxas spills (seen in the op's own kernel on sm_90a); 0: any
+    number will do.
     """
 
     name: str
@@ -163,6 +163,7 @@ class RoleSpec(Frozen):
     accum: str | None = None
     hands_back: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
+    warpgroups: bool = False
     registers: int = 0
 
     @property

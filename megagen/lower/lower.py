@@ -353,8 +353,10 @@ class _Lowering:
             pointers["scale"] = f"{weight.name}_scale"
         cost = op.cost(self.nominal)
         locs = [loc for (o, _), (_, loc) in self.s.roles.items() if o == op.name]
+        able = [r.name for r in op.roles() if r.warpgroups]
+        together = {"kWarpgroups": int(any((op.name, r) in self.s.together for r in able))} if able else {}
         return OpPlan(
-            name=op.name, kind=op.kind, header=op.header, struct=op.struct, constants=op.constants(),
+            name=op.name, kind=op.kind, header=op.header, struct=op.struct, constants=op.constants() | together,
             channels={p: n for p, n in ports.items() if n in internal},
             tensors={p: n for p, n in ports.items() if n not in internal},
             weights=pointers,

@@ -89,7 +89,10 @@ class GlobalAttention(Op):
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
             RoleSpec(name="load", warps=(1,), reads=("keys", "values"), stream=True),
-            RoleSpec(name="attend", warps=(8,), align=4, reads=("q",), writes=("partials",), ring=True, registers=184),
+            RoleSpec(
+                name="attend", warps=(8,), align=4, reads=("q",), writes=("partials",), ring=True, warpgroups=True,
+                registers=184,
+            ),
             RoleSpec(
                 name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",),
                 hands_back=("partials",), registers=112,

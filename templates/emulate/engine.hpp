@@ -220,6 +220,7 @@ struct Meeting { // a named barrier, or the cluster's
     u32 expected = 0;
     u32 arrived = 0;
     u64 phase = 0;
+    bool all[2] = {true, true}; // votes of this phase and the other, which its threads look at once they go on
     Clock released;
     std::vector<Thread*> waiting;
     ReleaseRef done;

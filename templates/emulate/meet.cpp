@@ -404,7 +404,7 @@ void come_together(Thread* t, const char* what, u32 slot, u64 phase, Site at) {
     collective(Collective::kBarrier, t->warp->live, nullptr, 0, nullptr, 0, at);
 }
 
-void meet(u32 id, u32 threads, bool waits, const char* what, Site at) {
+bool meet(u32 id, u32 threads, bool waits, bool vote, const char* what, Site at) {
     Thread* t = self();
     come_together(t, what, id, id < 16 ? block_of(t).named[id].phase : 0, at);
     Engine& e = engine_of(t);
@@ -412,22 +412,27 @@ void meet(u32 id, u32 threads, bool waits, const char* what, Site at) {
     if (id >= 16 || threads % 32 || threads == 0 || threads > (b.launch->threads + 31) / 32 * 32)
         e.fail("bad_instruction", "a named barrier is one of 0 to 15, for whole warps of the block", t, at);
     Meeting& m = b.named[id];
-    if (!m.arrived) m.expected = threads;
+    bool& all = m.all[m.phase % 2];
+    if (!m.arrived) m.expected = threads, all = true;
+    all = all && vote;
     if (m.expected != threads) e.fail("bad_instruction", "threads disagree on how many meet at a named barrier", t, at);
     m.released.join(released_by(t));
     ++m.arrived;
     if (waits) block_thread(t, m, what, id, at);
     if (m.arrived == m.expected || (id == 0 && m.arrived == b.live_threads)) finish(e, m);
     if (waits) yield();
+    return all;
 }
 
 } // namespace
 
-void block_sync(Site at) { meet(0, (block_of(self()).launch->threads + 31) / 32 * 32, true, "__syncthreads", at); }
+void block_sync(Site at) {
+    meet(0, (block_of(self()).launch->threads + 31) / 32 * 32, true, true, "__syncthreads", at);
+}
 
-void named_sync(u32 id, u32 threads, Site at) { meet(id, threads, true, "a named barrier", at); }
+bool named_sync(u32 id, u32 threads, bool vote, Site at) { return meet(id, threads, true, vote, "a named barrier", at); }
 
-void named_arrive(u32 id, u32 threads, Site at) { meet(id, threads, false, "a named barrier", at); }
+void named_arrive(u32 id, u32 threads, Site at) { meet(id, threads, false, true, "a named barrier", at); }
 
 // -- the cluster's barrier --------------------------------------------------------------------------------------------
 

@@ -173,6 +173,19 @@ extern "C" __global__ void named(const __grid_constant__ Params<1> p) {
     put(p.out, kRounds * kHalf + tid, ptx::ld_shared_u32(own + 4 * ((i + 32) % kHalf)));
 }
 
+// Pairs of warps vote, round after round: everybody is for it, but in each round one lane of the block, or nobody.
+extern "C" __global__ void votes(const __grid_constant__ Params<1> p) {
+    constexpr u32 kRounds = 16, kHalf = 64, kThreads = 128, kPair = 5;
+    const u32 tid = threadIdx.x;
+    u32 seen = 0;
+#pragma unroll 1
+    for (u32 round = 0; round < kRounds; ++round) {
+        const bool vote = tid != ptx::ld_relaxed_gpu(p.in[0] + round);
+        seen |= (ptx::bar_and(kPair + tid / kHalf, kHalf, vote) ? 1 : 0) << round;
+    }
+    put(p.out, blockIdx.x * kThreads + tid, seen);
+}
+
 // The library's ring: warp 0 loads 20 tiles of 512 bytes, warps 1 .. 4 copy a quarter each. in[1]: the abort word.
 extern "C" __global__ void ring(const __grid_constant__ Params<2> p) {
     using Ring = megagen::Ring<RingPolicy>;

@@ -608,6 +608,12 @@ def _named() -> Data:
     return Data((v.reshape(-1),), np.append(np.roll(v, -33, axis=1), np.roll(ids * 5 + 1, -32, axis=1)))
 
 
+def _votes() -> Data:
+    against = np.array([*range(0, 128, 9), 200], np.uint32)  # by round, the last one nobody
+    seen = [sum(1 << i for i, other in enumerate(against) if other // 64 != tid // 64) for tid in range(128)]
+    return Data((against,), np.array(seen, np.uint32))
+
+
 def _ring() -> Data:
     v = _random(26, 20 * 128)
     return Data((v, _zeros(128)), np.append(v, np.ones(5, np.uint32)))
@@ -706,6 +712,7 @@ CASES: tuple[Case, ...] = (
     Case("phases", "barriers.cu", "phases", _phases, threads=32, shared_bytes=128 + 112),
     Case("rounds", "barriers.cu", "rounds", _rounds, shared_bytes=128 + 96 * 4),
     Case("named", "barriers.cu", "named", _named, shared_bytes=4 * 64 * 4),
+    Case("votes", "barriers.cu", "votes", _votes),
     Case("ring", "barriers.cu", "ring", _ring, threads=160, shared_bytes=128 + 3 * 512 + 6 * 16, written=(1,)),
     Case("stages", "copies.cu", "stages", _stages, threads=160, shared_bytes=128 + 3 * 2048),
     Case("round_trip", "copies.cu", "round_trip", _round_trip, shared_bytes=128 + 3 * 2048, written=(1,)),

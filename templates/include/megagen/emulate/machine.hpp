@@ -65,7 +65,7 @@ void product_wait(u32 pending, Site at);
 
 // Meeting points.
 void block_sync(Site at);
-void named_sync(u32 id, u32 threads, Site at);
+bool named_sync(u32 id, u32 threads, bool vote, Site at); // all votes
 void named_arrive(u32 id, u32 threads, Site at);
 void cluster_arrive(bool release, Site at);
 void cluster_wait(Site at);

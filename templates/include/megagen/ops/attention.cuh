@@ -122,7 +122,7 @@ struct Attention : AttentionTile {
 
         float s[kTiles][4] = {}; // rows g (0, 1) and g + 8 (2, 3), keys 16 t + 2 n and the next
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) multiply(s, half, left(a), k, half * kTiles);
+        for (u32 half = 0; half < 2; ++half) multiply(s, half, left_of(a), k, half * kTiles);
         // Values are asked for when the keys do not need their registers any more.
         if (ptx::never_true(s[0][0] + s[kTiles - 1][0]) || !Op::Values::read(ctx, v, true, fragment)) return false;
         const bool whole = start + kKeyChunk <= ctx.context && start + Op::kWindow > ctx.context + 15;
@@ -149,7 +149,7 @@ struct Attention : AttentionTile {
         if (start < live.first || start + kKeyChunk > live.end) drop_unseen(live.first, live.end, start + t * 16, v);
         float o[kTiles][4] = {};
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) multiply(o, half, left(p), v, half * kTiles);
+        for (u32 half = 0; half < 2; ++half) multiply(o, half, left_of(p), v, half * kTiles);
         send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum,
                                                 [=](u32 n) { return t * 16 + 2 * n; });
         return true;

@@ -125,10 +125,10 @@ struct AttentionTile {
     }
 
     // Left sides: queries, by dims; weights, by keys.
-    MEGAGEN_DEVICE auto left(const u32 (&q)[2][kWords]) {
+    MEGAGEN_DEVICE auto left_of(const u32 (&q)[2][kWords]) {
         return [&q](u32 j, u32 i) { return q[i % 2][2 * j + i / 2]; };
     }
-    MEGAGEN_DEVICE auto left(const u32 (&p)[kTiles][2]) {
+    MEGAGEN_DEVICE auto left_of(const u32 (&p)[kTiles][2]) {
         return [&p](u32 j, u32 i) { return p[2 * j + i / 2][i % 2]; };
     }
 

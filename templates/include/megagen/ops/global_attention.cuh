@@ -3,12 +3,20 @@
 //
 // Bytes: 256 a number and kv head, from HBM once. An H200's SM gets a stage of 128 numbers in 0.94 us, 1,900 clk. The
 // attend warps are slower: each reads the stage from shared memory, 2,048 clk for eight, in which a scheduler's two
-// warps issue 1,810 instructions, 272 HMMA of 6.5 clk among them. So a warp never waits where it could work on the next
-// chunk.
+// warps issue 1,300 instructions, 272 HMMA of 6.5 to 9.3 clk among them. So a warp never waits where it could work on
+// the next chunk.
+//
+// Hopper's warpgroups multiply from shared memory: eight heads of 16 tokens are the 128 rows of two, a stage's products
+// take 1,024 clk of the tensor cores, and nothing passes through registers but scores and weights.
 #pragma once
 
 #include <megagen/ops/attention_tile.cuh>
 #include <megagen/ops/stream.cuh>
+
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define MEGAGEN_WARPGROUPS
+#include <megagen/ptx/wgmma.cuh>
+#endif
 
 namespace megagen::ops {
 
@@ -22,6 +30,7 @@ concept GlobalAttentionPolicy = requires {
     Op::kEps;
     Op::kStageBytes;
     Op::kHint;
+    Op::kWarpgroups;
     typename Op::Q;
     typename Op::Gate;
     typename Op::Keys;
@@ -107,11 +116,12 @@ struct GlobalAttention : AttentionTile {
     static constexpr u32 kGroup = Op::kHeads / Op::kKvHeads;
     static constexpr u32 kWidth = Op::kHeads * kHeadDim;
     static constexpr u32 kStageChunks = 2;
-    static constexpr u32 kChunkBytes = kKeyChunk * kHeadDim * 2;  // of keys, and of values
-    static constexpr u32 kSideBytes = kStageChunks * kChunkBytes; // in a stage
-    static constexpr float kBinary = Op::kScale * 1.44269504f;    // of scores: weights are powers of two
-    static constexpr u32 kOnes = 0x3f803f80u;                     // of bf16
-    static constexpr u32 kHeadChunks = Op::kCapacity / kKeyChunk; // of a kv head's cache
+    static constexpr u32 kChunkBytes = kKeyChunk * kHeadDim * 2;   // of keys, and of values
+    static constexpr u32 kSideBytes = kStageChunks * kChunkBytes;  // in a stage
+    static constexpr float kBinary = Op::kScale * 1.44269504f;     // of scores: weights are powers of two
+    static constexpr u32 kOnes = 0x3f803f80u;                      // of bf16
+    static constexpr u32 kTogether = Op::kWarpgroups != 0 ? 4 : 1; // warps that multiply as one
+    static constexpr u32 kHeadChunks = Op::kCapacity / kKeyChunk;  // of a kv head's cache
     static_assert(Op::kHeads % Op::kKvHeads == 0 && kGroup <= kWarps, "a warp a query head");
     static_assert(Op::kCapacity % (kStageChunks * kKeyChunk) == 0, "whole stages");
     static_assert(Op::kStageBytes == 2 * kSideBytes, "a stage is keys and values of two chunks");
@@ -141,51 +151,114 @@ struct GlobalAttention : AttentionTile {
         }
     }
 
+    // Of a head, for rows g and g + 8.
+    struct Sums {
+        float most[2] = {__uint_as_float(kNone), __uint_as_float(kNone)}; // largest score
+        float o[kTiles][4] = {};                                          // weighted values
+        float weights[4] = {};                                            // their weights: a tile of equal columns
+    };
+
+    // Of rows g (0, 1) and g + 8 (2, 3) with keys 8 n + 2 t and the next of a chunk.
+    struct Scores {
+        float s[kTiles][4];
+        float most[2]; // the largest so far, these included
+    };
+
+    // Four warps that multiply together leave together too: where one gives up, all do, at the next place where they
+    // meet, and each comes there in bounded time. A product without all four would never end.
+    struct Meeting {
+        bool open = true;
+
+        template <class Ctx>
+        __device__ __forceinline__ bool agree(Ctx& ctx, bool ok) {
+            if (!open) return false;
+            open = ptx::bar_and(kReady + 1 + ctx.warp / 4, 128, ok);
+            ctx.dead |= !open;
+            return open;
+        }
+    };
+
     // Warps kFirstWarp .. kFirstWarp + 7, each a query head of the unit's kv head. Where fewer share it, the other
     // warps hand the stages on.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void attend(Ctx& ctx) {
-        if (!Op::Q::wait(ctx)) return;
-        const u32 warp = ctx.warp - kFirstWarp;
+        Meeting meeting;
+        u32 done = 0;
+        bool ok = attend_all(ctx, ctx.warp - kFirstWarp, meeting, done);
+        if constexpr (Op::kWarpgroups != 0) ok = meeting.agree(ctx, ok);
+        if (ok) Op::Partials::publish(ctx, done);
+    }
+
+    template <class Ctx>
+    MEGAGEN_DEVICE bool attend_all(Ctx& ctx, u32 warp, Meeting& meeting, u32& done) {
+        if (!Op::Q::wait(ctx)) return false;
         const Rows rows(ctx);
         Units<Ctx> unit(ctx);
         const u32 dead =
             (Op::kSpans - unit.last - 1) * Op::kHeads; // nobody works on these, and their readers count them
         const Range idle = share_of(dead, ctx.block * kWarps + warp, Ctx::Kernel::kBlocks * kWarps);
-        u32 done = idle.last - idle.first;
+        done = idle.last - idle.first;
 #pragma unroll 1
         for (; unit.any; unit.next()) {
-            if (warp < kGroup) {
-                if (!attend(ctx, rows, unit, unit.head * kGroup + warp)) return;
-                ++done;
-            } else {
-#pragma unroll 1
-                for (u32 c = 0; c < unit.count(); c += kStageChunks) {
-                    if (!Ctx::Ring::acquire(ctx)) return;
-                    Ctx::Ring::release(ctx, 0);
-                }
+            if (warp / kTogether < (kGroup + kTogether - 1) / kTogether) {
+                if (!attend(ctx, rows, unit, warp, meeting)) return false;
+                done += warp < kGroup ? 1 : 0;
+            } else if (!hand_on(ctx, unit.count())) {
+                return false;
             }
         }
-        Op::Partials::publish(ctx, done);
+        return true;
     }
 
-    // While a chunk's scores become weights, those of the next one are multiplied; while its values are, the largest of
-    // the next scores is found: a scheduler has two of these warps, too few to hide what each waits for. Behind a
-    // unit's last chunk come scores of its last stage once more, which nobody uses.
+    // So many chunks.
     template <class Ctx>
-    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Rows& rows, const Units<Ctx>& unit, u32 head) {
-        u32 a[2][kWords];
-        if (!queries(ctx, head, a) || !Ctx::Ring::acquire(ctx)) return false;
+    MEGAGEN_DEVICE bool hand_on(Ctx& ctx, u32 chunks) {
+#pragma unroll 1
+        for (u32 c = 0; c < chunks; c += kStageChunks) {
+            if (!Ctx::Ring::acquire(ctx)) return false;
+            Ctx::Ring::release(ctx);
+        }
+        return true;
+    }
+
+    // Warp `warp` of the attending ones has that head of the unit's kv head, or only helps the others of its warpgroup.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Rows& rows, const Units<Ctx>& unit, u32 warp, Meeting& meeting) {
+        const u32 head = unit.head * kGroup + warp;
+        const bool has = kGroup % kTogether == 0 || warp < kGroup;
+        u32 a[2][kWords] = {}, start = unit.begin() * kKeyChunk, left = unit.count();
+        bool ok = !has || queries(ctx, head, a);
         Sums sums;
+#ifdef MEGAGEN_WARPGROUPS
+        if constexpr (Op::kWarpgroups != 0) ok = together(ctx, a, start, left, sums, meeting, ok);
+#else
+        static_assert(Op::kWarpgroups == 0, "only sm_90a has products of a warpgroup");
+#endif
+        if (!ok) return false;
+        if (!has) return hand_on(ctx, left);
+        if (left > 0 && !alone(ctx, rows, a, start, left, sums)) return false;
+        const float sum[2] = {sums.weights[0], sums.weights[2]};
+        swap_dims(ctx, sums.o);
+        send_partials<typename Op::Partials, 2>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
+                                                sums.most, sum,
+                                                [&](u32 n) { return 8 * (n + ctx.lane % 2) + ctx.lane % 4 / 2 * 4; });
+        return true;
+    }
+
+    // `left` chunks from number `start`. While a chunk's scores become weights, those of the next one are multiplied;
+    // while its values are, the largest of the next scores is found: a scheduler has two of these warps, too few to
+    // hide what each waits for. Behind the last chunk come scores of its stage once more, which nobody uses.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool alone(Ctx& ctx, const Rows& rows, const u32 (&a)[2][kWords], u32 start, u32 left, Sums& sums) {
+        if (!Ctx::Ring::acquire(ctx)) return false;
         Scores even = {}, odd;
-        u32 start = unit.begin() * kKeyChunk;
         score(ctx, a, Ctx::Ring::stage(ctx), 0, even);
         score(ctx, a, Ctx::Ring::stage(ctx), 1, even);
         if (start + kKeyChunk > ctx.context) hide(ctx, rows, start, even);
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) even.most[h] = quad_max(most_of(even.s, h, sums.most[h]));
 #pragma unroll 1
-        for (u32 left = unit.count(); left > 0; left -= kStageChunks) {
+        for (; left > 0; left -= kStageChunks) {
             const u32 stage = Ctx::Ring::stage(ctx), values = stage + kSideBytes;
             fold(ctx, rows, a, start, values, even, stage + kChunkBytes, odd, sums);
             u32 next = stage;
@@ -197,12 +270,121 @@ struct GlobalAttention : AttentionTile {
             Ctx::Ring::release(ctx, consumed);
             start += kStageChunks * kKeyChunk;
         }
-        const float sum[2] = {sums.weights[0], sums.weights[2]};
-        swap_dims(ctx, sums.o);
-        send_partials<typename Op::Partials, 2>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
-                                                sums.most, sum,
-                                                [&](u32 n) { return 8 * (n + ctx.lane % 2) + ctx.lane % 4 / 2 * 4; });
         return true;
+    }
+
+#ifdef MEGAGEN_WARPGROUPS
+    // The stages that every token sees whole, by four warps' products. While a chunk's scores become weights, the
+    // values of the one before are multiplied; while these four warps do arithmetic, the other four's products have the
+    // tensor cores. The sums are those of `alone`, and in the same order.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool together(Ctx& ctx, const u32 (&a)[2][kWords], u32& start, u32& left, Sums& sums,
+                                 Meeting& meeting, bool ok) {
+        constexpr u32 kNumbers = kStageChunks * kKeyChunk;
+        const u32 seen = start < ctx.context ? (ctx.context - start) / kNumbers : 0;
+        const u32 chunks = kStageChunks * (seen < left / kStageChunks ? seen : left / kStageChunks);
+        if (chunks == 0) return ok;
+        if (!meeting.agree(ctx, ok && Ctx::Ring::acquire(ctx))) return false;
+        Scores now;
+        u32 p[kTiles][2];
+        u32 stage = Ctx::Ring::stage(ctx);
+        ptx::wgmma_fence();
+        product(now.s, left_of(a), stage, false);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(now.s);
+        weigh(now, sums);
+        take(now, sums, p);
+#pragma unroll 1
+        for (u32 c = 1; c < chunks; ++c) {
+            u32 keys = stage + kChunkBytes, values = stage + kSideBytes;
+            const bool crosses = c % kStageChunks == 0; // into the next stage
+            if (crosses) {
+                values += kChunkBytes;
+                if (!meeting.agree(ctx, Ctx::Ring::acquire_next(ctx, keys))) return false;
+            }
+            ptx::wgmma_fence();
+            product(now.s, left_of(a), keys, false);
+            ptx::wgmma_commit();
+            product(sums.o, left_of(p), values, true);
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<1>();
+            ptx::wgmma_pin(now.s);
+            weigh(now, sums);
+            ptx::wgmma_wait<0>();
+            ptx::wgmma_pin(sums.o);
+            ptx::wgmma_hold(p);
+            if (crosses) {
+                Ctx::Ring::release(ctx);
+                stage = keys;
+            }
+            take(now, sums, p);
+        }
+        ptx::wgmma_fence();
+        product(sums.o, left_of(p), stage + kSideBytes + kChunkBytes, true);
+        ptx::wgmma_commit();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_pin(sums.o);
+        ptx::wgmma_hold(p);
+        Ctx::Ring::release(ctx);
+        start += chunks * kKeyChunk;
+        left -= chunks;
+        return true;
+    }
+
+    // By a chunk of keys or of transposed values: pieces of 128 bytes are core matrices, eight of them in a row.
+    template <class Left>
+    MEGAGEN_DEVICE void product(float (&d)[kTiles][4], Left a, u32 chunk, bool accumulate) {
+        constexpr u32 kBytes = kPiece * 2;
+        const u64 b = ptx::wgmma_descriptor(chunk, kBytes, kTiles * kBytes);
+#pragma unroll
+        for (u32 j = 0; j < kSteps; ++j)
+            ptx::wgmma_m64n64k16_bf16(d, a(j, 0), a(j, 1), a(j, 2), a(j, 3), b + j * 2 * kBytes / 16,
+                                      accumulate || j > 0);
+    }
+
+    // Scores become weights, in place.
+    MEGAGEN_DEVICE void weigh(Scores& now, const Sums& sums) {
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            now.most[h] = quad_max(most_of(now.s, h, sums.most[h]));
+            float most = sums.most[h];
+            const Shift shift = bring(most, now.most[h]);
+#pragma unroll
+            for (u32 n = 0; n < kTiles; ++n) {
+                now.s[n][2 * h] = power(now.s[n][2 * h], shift.by);
+                now.s[n][2 * h + 1] = power(now.s[n][2 * h + 1], shift.by);
+            }
+        }
+    }
+
+    // And join the sums so far, in which all values before them are.
+    MEGAGEN_DEVICE void take(const Scores& now, Sums& sums, u32 (&p)[kTiles][2]) {
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            fade(sums, h, bring(sums.most[h], now.most[h]).keep);
+#pragma unroll
+            for (u32 n = 0; n < kTiles; ++n) p[n][h] = ptx::cvt_bf16x2(now.s[n][2 * h], now.s[n][2 * h + 1]);
+        }
+        add_weights(p, sums);
+    }
+#endif
+
+    MEGAGEN_DEVICE void fade(Sums& sums, u32 h, float keep) {
+#pragma unroll
+        for (u32 e = 2 * h; e < 2 * h + 2; ++e) {
+            sums.weights[e] *= keep;
+#pragma unroll
+            for (u32 n = 0; n < kTiles; ++n) sums.o[n][e] *= keep;
+        }
+    }
+
+    MEGAGEN_DEVICE void add_weights(const u32 (&p)[kTiles][2], Sums& sums) {
+        const auto weights = left_of(p);
+#pragma unroll
+        for (u32 j = 0; j < kSteps; ++j)
+            ptx::mma_m16n8k16_bf16(sums.weights, weights(j, 0), weights(j, 1), weights(j, 2), weights(j, 3), kOnes,
+                                   kOnes);
     }
 
     // Both of its tokens' queries of a head, dims 8 i + 2 t and the next in word i.
@@ -239,24 +421,11 @@ struct GlobalAttention : AttentionTile {
         }
     }
 
-    // Of a head, for rows g and g + 8.
-    struct Sums {
-        float most[2] = {__uint_as_float(kNone), __uint_as_float(kNone)}; // largest score
-        float o[kTiles][4] = {};                                          // weighted values
-        float weights[4] = {};                                            // their weights: a tile of equal columns
-    };
-
-    // Of rows g (0, 1) and g + 8 (2, 3) with keys 8 n + 2 t and the next of a chunk.
-    struct Scores {
-        float s[kTiles][4];
-        float most[2]; // the largest so far, these included
-    };
-
     template <class Ctx>
     MEGAGEN_DEVICE void score(const Ctx& ctx, const u32 (&a)[2][kWords], u32 keys, u32 half, Scores& to) {
         uint4 k[kTiles];
         fragments(ctx, keys, half, k);
-        multiply(to.s, half, left(a), k, 0);
+        multiply(to.s, half, left_of(a), k, 0);
     }
 
     // Of a chunk from number `start` what a token does not see.
@@ -308,19 +477,11 @@ struct GlobalAttention : AttentionTile {
 #pragma unroll
             for (u32 n = 0; n < kTiles; ++n)
                 p[n][h] = ptx::cvt_bf16x2(power(now.s[n][2 * h], shift.by), power(now.s[n][2 * h + 1], shift.by));
-#pragma unroll
-            for (u32 e = 2 * h; e < 2 * h + 2; ++e) {
-                sums.weights[e] *= shift.keep;
-#pragma unroll
-                for (u32 n = 0; n < kTiles; ++n) sums.o[n][e] *= shift.keep;
-            }
+            fade(sums, h, shift.keep);
         }
         score(ctx, a, keys, 1, next);
-        const auto weights = left(p);
-#pragma unroll
-        for (u32 j = 0; j < kSteps; ++j)
-            ptx::mma_m16n8k16_bf16(sums.weights, weights(j, 0), weights(j, 1), weights(j, 2), weights(j, 3), kOnes,
-                                   kOnes);
+        const auto weights = left_of(p);
+        add_weights(p, sums);
         if (edge) hide(ctx, rows, after, next);
 
         uint4 v[kTiles];

@@ -27,6 +27,17 @@ MEGAGEN_DEVICE void bar_sync(u32 id, u32 threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and whether `vote` holds for all who came.
+MEGAGEN_DEVICE bool bar_and(u32 id, u32 threads, bool vote) {
+    u32 all;
+    asm volatile("{\n .reg .pred p, q;\n setp.ne.u32 p, %3, 0;\n bar.red.and.pred q, %1, %2, p;\n "
+                 "selp.u32 %0, 1, 0, q;\n}"
+                 : "=r"(all)
+                 : "r"(id), "r"(threads), "r"(static_cast<u32>(vote))
+                 : "memory");
+    return all != 0;
+}
+
 // Comes to it and goes on.
 MEGAGEN_DEVICE void bar_arrive(u32 id, u32 threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");

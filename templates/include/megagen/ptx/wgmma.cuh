@@ -54,6 +54,15 @@ MEGAGEN_DEVICE void wgmma_pin(float (&d)[8][4]) {
                  : "memory");
 }
 
+// No instruction either: nothing else comes into A's registers before this, which stands behind the wait. The compiler
+// takes them for free once the product is issued.
+MEGAGEN_DEVICE void wgmma_hold(const u32 (&a)[8][2]) {
+    asm volatile("" ::"r"(a[0][0]), "r"(a[0][1]), "r"(a[1][0]), "r"(a[1][1]), "r"(a[2][0]), "r"(a[2][1]), "r"(a[3][0]),
+                 "r"(a[3][1]), "r"(a[4][0]), "r"(a[4][1]), "r"(a[5][0]), "r"(a[5][1]), "r"(a[6][0]), "r"(a[6][1]),
+                 "r"(a[7][0]), "r"(a[7][1])
+                 : "memory");
+}
+
 // D = A B + (accumulate ? D : 0). Warp w of the warpgroup has rows 16 w .. 16 w + 15 of A and D, as mma_m16n8k16_bf16
 // has them; d[n] are columns 8 n .. 8 n + 7. Where `accumulate` is a constant its predicate is one too.
 MEGAGEN_DEVICE void wgmma_m64n64k16_bf16(float (&d)[8][4], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, bool accumulate) {

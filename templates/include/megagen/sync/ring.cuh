@@ -89,6 +89,13 @@ struct Ring {
         ctx.ring.advance();
     }
 
+    // Of what no load of this warp's lanes has read, or nothing but products that it has waited for.
+    template <class Ctx>
+    MEGAGEN_DEVICE void release(Ctx& ctx) {
+        Empty::arrive(ctx, ctx.ring.slot);
+        ctx.ring.advance();
+    }
+
     // Producer warp: waits until every copy that it issued has landed.
     template <class Ctx>
     MEGAGEN_DEVICE void drain(Ctx& ctx) {

@@ -50,7 +50,13 @@ MEGAGEN_DEVICE void setmaxnreg_inc(Site at = Site::current()) {
     setmaxnreg_dec<kRegisters>(at);
 }
 
-MEGAGEN_DEVICE void bar_sync(u32 id, u32 threads, Site at = Site::current()) { emulate::named_sync(id, threads, at); }
+MEGAGEN_DEVICE void bar_sync(u32 id, u32 threads, Site at = Site::current()) {
+    emulate::named_sync(id, threads, true, at);
+}
+
+MEGAGEN_DEVICE bool bar_and(u32 id, u32 threads, bool vote, Site at = Site::current()) {
+    return emulate::named_sync(id, threads, vote, at);
+}
 
 MEGAGEN_DEVICE void bar_arrive(u32 id, u32 threads, Site at = Site::current()) {
     emulate::named_arrive(id, threads, at);

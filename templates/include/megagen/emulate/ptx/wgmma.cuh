@@ -22,6 +22,8 @@ MEGAGEN_DEVICE void wgmma_wait(Site at = Site::current()) {
     emulate::product_wait(kGroups, at);
 }
 
+MEGAGEN_DEVICE void wgmma_hold(const u32 (&)[8][2]) {}
+
 MEGAGEN_DEVICE void wgmma_pin(float (&)[8][4]) {}
 
 // d must stay where it is until the wait: that is where the sums go.

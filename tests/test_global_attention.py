@@ -14,6 +14,7 @@ from test_emulate_swa import few, small
 
 from megagen import machines, resources
 from megagen.check import check
+from megagen.compile import compile_source
 from megagen.dsl import KiB, Schedule, by_reader, counter, evict_first, flag, lamport
 from megagen.emit import emit
 from megagen.emulate.build import compile_library
@@ -433,8 +434,8 @@ OWN, TILE = "megagen/ops/global_attention.cuh", "megagen/ops/attention_tile.cuh"
 RING = "megagen/sync/ring.cuh"
 NUMBERS, FAULT = AssertionError, EmulationError
 FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
-    "sums are not brought to the new largest score": (OWN, "sums.o[n][e] *= shift.keep;", ";", NUMBERS),
-    "their weights are not": (OWN, "sums.weights[e] *= shift.keep;", ";", NUMBERS),
+    "sums are not brought to the new largest score": (OWN, "sums.o[n][e] *= keep;", ";", NUMBERS),
+    "their weights are not": (OWN, "sums.weights[e] *= keep;", ";", NUMBERS),
     "no guard where nothing is seen yet": (OWN, "now == most ? 1.0f : ptx::exp2", "ptx::exp2", NUMBERS),
     "launch tokens all see each other": (OWN, "if (edge) hide(ctx, rows, after, next);", ";", NUMBERS),
     "those of a span's first chunk do": (
@@ -445,7 +446,7 @@ FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
     "a mask's second half": (OWN, "rows.ancestors[h], start + half * 32)", "rows.ancestors[h], start)", NUMBERS),
     "another word of the queries": (OWN, "a[h][i] = t < 2 ? low : high;", "a[h][i] = low;", NUMBERS),
     "two lanes do not swap their dims": (OWN, "o[n][i] = odd ? got : o[n][i];", ";", NUMBERS),
-    "keys for values": (OWN, "values = stage + kSideBytes;", "values = stage;", NUMBERS),
+    "keys for values": (OWN, "(ctx), values = stage + kSideBytes;", "(ctx), values = stage;", NUMBERS),
     "keys of the chunk before": (OWN, "stage + kChunkBytes, odd, sums", "stage, odd, sums", NUMBERS),
     "scores of a stage that has not come": (
         RING, "return Full::wait(ctx, next.slot, next.phase);", "return true;", FAULT,
@@ -456,7 +457,7 @@ FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
         OWN, "const u32 stage = Ctx::Ring::stage(ctx),",
         "Ctx::Ring::Empty::arrive(ctx, ctx.ring.slot);\n            const u32 stage = Ctx::Ring::stage(ctx),", FAULT,
     ),
-    "dead spans are not counted": (OWN, "u32 done = idle.last - idle.first;", "u32 done = 0;", FAULT),
+    "dead spans are not counted": (OWN, "done = idle.last - idle.first;", "done = 0;", FAULT),
 }  # fmt: skip
 
 
@@ -475,6 +476,65 @@ def test_faults_are_found(bench: Callable[..., Bench], monkeypatch: pytest.Monke
         for step in (Step.random_tree(3, 62, 3), Step.chain(2, 255), Step.chain(2, 300)):
             x = given(b.attention, step, 11)
             close(b.launch(x, step), expected(b.attention, x, step))
+
+
+TOGETHER = {
+    "scores of the chunk before": (OWN, "u32 keys = stage + kChunkBytes, values", "u32 keys = stage, values", NUMBERS),
+    "values of the chunk before": (OWN, "values += kChunkBytes;", ";", NUMBERS),
+    "the last values are left out": (
+        OWN, "left_of(p), stage + kSideBytes + kChunkBytes, true", "left_of(p), stage, true", NUMBERS,
+    ),
+    "sums do not fade": (OWN, "fade(sums, h, bring(", "fade(sums, h, 0 * bring(", NUMBERS),
+    "core matrices in another order": (OWN, "kBytes, kTiles * kBytes);", "kTiles * kBytes, kBytes);", NUMBERS),
+    "values are not waited for": (
+        OWN, "ptx::wgmma_wait<0>();\n            ptx::wgmma_pin(sums.o);", "ptx::wgmma_pin(sums.o);", FAULT,
+    ),
+    "scores are not waited for": (OWN, "ptx::wgmma_wait<1>();", "ptx::wgmma_wait<2>();", FAULT),
+    "no fence before the products": (OWN, "            ptx::wgmma_fence();\n", "", FAULT),
+    "a stage is handed back before its values are read": (
+        OWN, "            ptx::wgmma_wait<1>();",
+        "            if (crosses) Ctx::Ring::Empty::arrive(ctx, ctx.ring.slot);\n"
+        "            ptx::wgmma_wait<1>();", FAULT,
+    ),
+    "one stage too many by warpgroups": (OWN, "(ctx.context - start) / kNumbers", "1 + left / kStageChunks", NUMBERS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_faults_of_warpgroups_are_found(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    header, old, new, kind = TOGETHER[name]
+    texts = dict(resources.headers())
+    assert texts[header].count(old) == 1, name
+    texts[header] = texts[header].replace(old, new)
+    types = "megagen/types.cuh"
+    texts[types] = f'#pragma GCC optimize("O0")\n{texts[types]}'
+    monkeypatch.setattr(resources, "headers", lambda: texts)
+    b = bench(op(2, 2, 640, eps=0.1), sync="counter", stages=2, together=True)
+    with pytest.raises(kind):
+        for step in (Step.chain(2, 255), Step.chain(2, 300), Step.chain(3, 520)):
+            x = given(b.attention, step, 11)
+            close(b.launch(x, step), expected(b.attention, x, step))
+
+
+def test_warps_of_a_group_leave_together(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the vote some of four warps would make a product alone, and the GPU would hang."""
+    texts = dict(resources.headers())
+    old = "open = ptx::bar_and(kReady + 1 + ctx.warp / 4, 128, ok);"
+    assert texts[OWN].count(old) == 1
+    texts[OWN] = texts[OWN].replace(old, "open = ok;")
+    monkeypatch.setattr(resources, "headers", lambda: texts)
+    found = ""
+    for seed in range(24):
+        b = bench(seed=seed, expire=Expire.ANY, together=True)
+        try:
+            b.launch(given(b.attention, Step.chain(3, 600), seed), Step.chain(3, 600))
+        except HangError:
+            continue
+        except EmulationError as e:
+            found += e.render()
+    assert "product" in found
 
 
 # -- schedules and plans ---------------------------------------------------------------------------------------------
@@ -502,6 +562,32 @@ def test_two_stages_are_held_at_once() -> None:
         check(lower(schedule(op(), stages=1)))
     assert e.value.loc is not None
     assert e.value.loc.file == __file__
+
+
+def test_warpgroups_are_for_who_has_them() -> None:
+    s = schedule(op(), together=True)
+    assert lower(s).op("attention").constants["kWarpgroups"] == 1
+    assert lower(schedule(op())).op("attention").constants["kWarpgroups"] == 0
+    with pytest.raises(ScheduleError, match=r"warpgroups of attention\.attend is said twice"):
+        s.warpgroups(s.graph.attention.attend)
+    for other in (s.graph.attention.merge, s.graph.attention):
+        with pytest.raises(ScheduleError, match="has no products of a warpgroup") as e:
+            s.warpgroups(other)
+        assert e.value.hint == "of this graph: g.attention.attend"
+    g = graph(op())
+    blackwell = Schedule("attention_alone", g, machines.load("b200"), warps=12, blocks=3)
+    with pytest.raises(ScheduleError, match="b200 is sm_100a, and only sm_90a has wgmma") as e:
+        blackwell.warpgroups(blackwell.graph.attention.attend)
+    assert e.value.loc is not None
+
+
+def test_the_compiler_lets_products_overlap() -> None:
+    """It says so where it does not."""
+    text = emit(plan(op(), together=True))
+    made = compile_source(text, kernels=["attention_alone"], archs=["sm_90a"], settings=Settings.from_env())
+    kernel = made["sm_90a"].kernels["attention_alone"]
+    assert kernel.mma is not None and kernel.mma["HGMMA.64x64x16.F32.BF16"] == 16
+    assert (kernel.warnings, kernel.spill_store_bytes) == ((), 0)
 
 
 def test_nothing_of_it_is_prefetched() -> None:

@@ -133,7 +133,9 @@ def build(
     choose: Choose = None,
     option: Options = None,
     unfused: Unfused = False,
-    arch: Annotated[str, typer.Option("--arch", help="Architectures, separated by commas.")] = ",".join(ARCHS),
+    arch: Annotated[
+        str | None, typer.Option("--arch", help=f"Architectures, separated by commas: {','.join(ARCHS)} if not told.")
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write the text, Plan and cubins into this folder.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Only compare generated/ with what schedules emit.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Bring generated/ up to date.")] = False,
@@ -147,10 +149,13 @@ def build(
         return _generated([schedule] if schedule else [], update, as_json)
     if schedule is None:
         raise typer.BadParameter("a SCHEDULE is needed, or --check or --update")
-    archs = list(dict.fromkeys(a.strip() for a in arch.split(",") if a.strip()))
-    if not archs:
+    archs = list(dict.fromkeys(a.strip() for a in (arch or "").split(",") if a.strip()))
+    if arch is not None and not archs:
         raise typer.BadParameter("--arch names no architecture")
-    built = _built(_checked(_request(schedule, machine, tp, tokens, choose, unfused, option)), archs)
+    from megagen.cli import pipeline
+
+    checked = _checked(_request(schedule, machine, tp, tokens, choose, unfused, option))
+    built = _built(checked, archs or pipeline.archs_of(checked.plan))
     if out is not None:
         from megagen.cli.pipeline import export
 

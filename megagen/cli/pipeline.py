@@ -168,6 +168,12 @@ def emit(plan: Plan) -> str:
     return text(plan)
 
 
+def archs_of(plan: Plan) -> tuple[str, ...]:
+    """What a Plan is compiled for unless told: all of ARCHS, or its machine's own where it uses what others lack."""
+    own = any(op.constants.get("kWarpgroups") for op in plan.ops)
+    return (plan.machine.arch,) if own else ARCHS
+
+
 def build(checked: Checked, archs: Sequence[str], settings: Settings, *, bounded: bool = True) -> Built:
     """Compile a checked Plan for each of ``archs``; a warm cache makes this a look-up."""
     from megagen.compile import compile_source

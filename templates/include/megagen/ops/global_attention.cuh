@@ -274,9 +274,10 @@ struct GlobalAttention : AttentionTile {
     }
 
 #ifdef MEGAGEN_WARPGROUPS
-    // The stages that every token sees whole, by four warps' products. While a chunk's scores become weights, the
-    // values of the one before are multiplied; while these four warps do arithmetic, the other four's products have the
-    // tensor cores. The sums are those of `alone`, and in the same order.
+    // The stages that every token sees whole, by four warps' products. While these do arithmetic, the other four's
+    // products have the tensor cores; and while a chunk's values are multiplied, its neighbour's scores become weights,
+    // as far as ptxas lets them: a branch between a product and its wait makes it serialize all products. The sums are
+    // those of `alone`, and in the same order.
     template <class Ctx>
     MEGAGEN_DEVICE bool together(Ctx& ctx, const u32 (&a)[2][kWords], u32& start, u32& left, Sums& sums,
                                  Meeting& meeting, bool ok) {

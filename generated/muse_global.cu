@@ -72,7 +72,7 @@ struct BeginCombine {
 }  // namespace barrier
 
 namespace channel {
-struct AttentionPartials {  // lamport, _layer.py:100
+struct AttentionPartials {  // lamport, _layer.py:104
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 4456448, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
@@ -80,7 +80,7 @@ struct AttentionPartials {  // lamport, _layer.py:100
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Attended {  // lamport, _layer.py:101
+struct Attended {  // lamport, _layer.py:105
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4558848, kBytes = 32768, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 0, kShard = 1024;
@@ -88,7 +88,7 @@ struct Attended {  // lamport, _layer.py:101
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Projected {  // lamport, _layer.py:104
+struct Projected {  // lamport, _layer.py:108
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 4624384, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 1024, kRankStride = 16384, kShard = 1024;
@@ -96,7 +96,7 @@ struct Projected {  // lamport, _layer.py:104
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = true, kReaderResets = false, kFault = false;
 };
-struct Summed {  // lamport, _layer.py:105
+struct Summed {  // lamport, _layer.py:109
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 5410816, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
@@ -104,7 +104,7 @@ struct Summed {  // lamport, _layer.py:105
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Middle {  // lamport, _layer.py:109
+struct Middle {  // lamport, _layer.py:113
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 6197248, kBytes = 524288, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -112,7 +112,7 @@ struct Middle {  // lamport, _layer.py:109
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Normed {  // lamport, _layer.py:110
+struct Normed {  // lamport, _layer.py:114
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7245824, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -120,7 +120,7 @@ struct Normed {  // lamport, _layer.py:110
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct MiddleMoments {  // lamport, _layer.py:108
+struct MiddleMoments {  // lamport, _layer.py:112
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7770112, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
@@ -128,7 +128,7 @@ struct MiddleMoments {  // lamport, _layer.py:108
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Logits {  // lamport, _layer.py:111
+struct Logits {  // lamport, _layer.py:115
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 7786496, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -144,7 +144,7 @@ struct Routes {  // lamport
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct PooledPartials {  // lamport, _layer.py:99
+struct PooledPartials {  // lamport, _layer.py:103
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8050688, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -152,7 +152,7 @@ struct PooledPartials {  // lamport, _layer.py:99
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Pooled {  // lamport, _layer.py:112
+struct Pooled {  // lamport, _layer.py:116
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8312832, kBytes = 131072, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -160,7 +160,7 @@ struct Pooled {  // lamport, _layer.py:112
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertIn {  // lamport, _layer.py:113
+struct ExpertIn {  // lamport, _layer.py:117
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8706048, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -168,7 +168,7 @@ struct ExpertIn {  // lamport, _layer.py:113
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertMid {  // lamport, _layer.py:114
+struct ExpertMid {  // lamport, _layer.py:118
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 8968192, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -176,7 +176,7 @@ struct ExpertMid {  // lamport, _layer.py:114
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct ExpertOut {  // lamport, _layer.py:115
+struct ExpertOut {  // lamport, _layer.py:119
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 12113920, kBytes = 1048576, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 512, kShard = 512;
@@ -184,7 +184,7 @@ struct ExpertOut {  // lamport, _layer.py:115
   static constexpr Per kArrivalsPer = Per::kExpert;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct SlotMoments {  // lamport, _layer.py:116
+struct SlotMoments {  // lamport, _layer.py:120
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15259648, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 8, kRankStride = 0, kShard = 8;
@@ -192,7 +192,7 @@ struct SlotMoments {  // lamport, _layer.py:116
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Combined {  // lamport, _layer.py:117
+struct Combined {  // lamport, _layer.py:121
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15276032, kBytes = 131072, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 4096, kRankStride = 0, kShard = 4096;
@@ -200,7 +200,7 @@ struct Combined {  // lamport, _layer.py:117
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct UnpooledPartials {  // lamport, _layer.py:99
+struct UnpooledPartials {  // lamport, _layer.py:103
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15538176, kBytes = 262144, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -208,7 +208,7 @@ struct UnpooledPartials {  // lamport, _layer.py:99
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
-struct Unpooled {  // lamport, _layer.py:118
+struct Unpooled {  // lamport, _layer.py:122
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 15800320, kBytes = 262144, kCopies = 3, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 1024, kShard = 1024;
@@ -216,7 +216,7 @@ struct Unpooled {  // lamport, _layer.py:118
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = true, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextNormed {  // lamport, _layer.py:137
+struct NextNormed {  // lamport, _layer.py:141
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 16586752, kBytes = 262144, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 2, kRowStride = 8192, kRankStride = 0, kShard = 8192;
@@ -224,7 +224,7 @@ struct NextNormed {  // lamport, _layer.py:137
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct Moments {  // lamport, _layer.py:119
+struct Moments {  // lamport, _layer.py:123
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17111040, kBytes = 8192, kCopies = 2, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 4, kRankStride = 0, kShard = 4;
@@ -232,7 +232,7 @@ struct Moments {  // lamport, _layer.py:119
   static constexpr Per kArrivalsPer = Per::kToken;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = false, kFault = false;
 };
-struct NextPartials {  // lamport, _layer.py:138
+struct NextPartials {  // lamport, _layer.py:142
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 17127424, kBytes = 1179648, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 16, kRankStride = 0, kShard = 16;
@@ -350,6 +350,7 @@ struct Attention {  // _layer.py:52
   static constexpr u32 kSpans = 64;
   static constexpr float kScale = 0.125f;
   static constexpr float kEps = 1e-05f;
+  static constexpr u32 kWarpgroups = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
 };
 struct OProj {  // _layer.py:49
@@ -364,7 +365,7 @@ struct OProj {  // _layer.py:49
   static constexpr u32 kOutbox = 167776;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
-struct AllReduce {  // _layer.py:103
+struct AllReduce {  // _layer.py:107
   using In = Channel<channel::Projected>;
   using Out = Channel<channel::Summed>;
   static constexpr u32 kWidth = 1024;
@@ -515,7 +516,7 @@ struct NextQkvg {  // _layer.py:49
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.next_qkvg_weight; }
 };
-struct NextHeads {  // _layer.py:130
+struct NextHeads {  // _layer.py:134
   using Rotary = Input<tensor::Rotary>;
   using Q = Output<tensor::NextQ>;
   using Gate = Output<tensor::NextGate>;
@@ -561,7 +562,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
         policy::GateUp,  // _layer.py:49
         policy::Down>(ctx);  // _layer.py:49
       ctx.step = 47;
-      Event<barrier::BeginCombine>::arrive(ctx);  // _layer.py:136
+      Event<barrier::BeginCombine>::arrive(ctx);  // _layer.py:140
       ctx.step = 48;
       ops::Combine<policy::Combine>::measure<4>(ctx);  // _layer.py:54
       ctx.step = 49;
@@ -575,9 +576,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       ctx.step = 53;
       ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:49
       ctx.step = 54;
-      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:130
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:134
       ctx.step = 55;
-      ctx.trigger();  // _layer.py:147
+      ctx.trigger();  // _layer.py:151
     }
   }
   else {
@@ -589,7 +590,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       ops::DenseGemm<policy::OProj>::reduce<2>(ctx);  // _layer.py:49
       if (ctx.warp == 3) {
         ctx.step = 27;
-        ops::RankSum<policy::AllReduce>::sum(ctx);  // _layer.py:103
+        ops::RankSum<policy::AllReduce>::sum(ctx);  // _layer.py:107
       }
       ctx.step = ctx.warp == 2 ? 19 : 28;
       ops::DenseGemm<policy::Router>::reduce<2>(ctx);  // _layer.py:49
@@ -614,7 +615,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
     }
     else if (ctx.warp == 1) {  // warp 1
       ctx.step = 10;
-      ctx.warm_code<16>();  // _layer.py:84
+      ctx.warm_code<16>();  // _layer.py:88
       ctx.step = 11;
       ctx.attach();
       ctx.step = 12;
@@ -622,9 +623,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
       ctx.step = 13;
       ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:55
       ctx.step = 14;
-      Event<barrier::BeginCombine>::wait(ctx);  // _layer.py:136
+      Event<barrier::BeginCombine>::wait(ctx);  // _layer.py:140
       ctx.step = 15;
-      ops::QkvHeads<policy::NextHeads>::prefetch_l2<0, 1024>(ctx);  // _layer.py:136
+      ops::QkvHeads<policy::NextHeads>::prefetch_l2<0, 1024>(ctx);  // _layer.py:140
       ctx.step = 16;
       reset_channels<channel::Attended, channel::Projected, channel::Summed, channel::Middle, channel::Normed, channel::MiddleMoments, channel::Logits, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::SlotMoments, channel::Combined, channel::Unpooled, channel::NextNormed, channel::Moments>(ctx);  // _layer.py:56
     }

@@ -67,13 +67,13 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
         # Keys and values come through the ring, and the math warps have nothing else to wait for.
         s.assign(g.attention, load=producer)
         s.in_flight(72 * KiB, during=g.attention)
-        # Hopper's warpgroups multiply them where they are. Other machines have no such products.
-        usual = ("warps", "warpgroups") if machine.arch == "sm_90a" else ("warps",)
-        if s.choice("attend", *usual) == "warpgroups":
-            s.warpgroups(g.attention.attend)
     elif s.choice("o_proj", "ring", "quarter") == "quarter":
         # While attention runs the ring fills with o_proj's weights: as many as it holds, or a quarter of them.
         s.prefetch(g.o_proj.weight, into=ring, share=1 / 4, during=g.attention)
+    # Hopper's warpgroups multiply keys and values where they are. Other machines have no such products.
+    streams_keys = "load" in g.attention.roles and machine.arch == "sm_90a"
+    if streams_keys and s.choice("attend", "warps", "warpgroups") == "warpgroups":
+        s.warpgroups(g.attention.attend)
 
     # Before the routing is known HBM has time for experts: those that the layer used most a step ago may be used again.
     guess = s.choice("experts_guess", "off", "4", "8", "14")

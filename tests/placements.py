@@ -376,6 +376,9 @@ class _Draft:
         dry = [role for role in able if self.maybe()] if self.maybe() else []
         if dry:
             self.say(f"s.dry_run({', '.join(dry)})")
+        for role in (f"g.{op}.{r.name}" for op, roles in self.known.roles.items() for r in roles if r.warpgroups):
+            if self.maybe():
+                self.say(f"s.warpgroups({role})")
         said = [f"cluster={self.cluster}"] if self.cluster > 1 else []
         said += [self.one("pdl=True", "pdl=False", "early_trigger=True")]
         if self.warps % 4 == 0 and self.maybe():

@@ -69,6 +69,9 @@ CASES = {
     "layer-global-counter": Case(
         "muse_global.py", {"options": {"positions": 256, **small(2)}, "choices": {"sync": "counter"}}
     ),
+    "layer-global-warpgroups": Case(
+        "muse_global.py", {"options": {"positions": 256, **small(2)}, "choices": {"attend": "warpgroups"}}
+    ),
     "layer-two-shot": Case("muse_swa.py", {"options": {"all_reduce": "two_shot", "following": "global"}}),
 }
 

@@ -16,6 +16,7 @@ PLACEMENTS: tuple[dict[str, str], ...] = (
     {"sync": "counter", "early_trigger": "True", "next_qkvg": "3/8"},
     {"sync": "flag"},
     {"sync": "cluster", "cluster": "2", "ring_stages": "3", "summed": "0"},
+    {"attend": "warpgroups"},
 )
 
 
@@ -56,8 +57,10 @@ def test_before_another_of_its_kind(new_rig: Any) -> None:
         judge(verifier, 16, context, tree)
 
 
-def test_a_chains_bits_depend_on_neither_launch_nor_row(layer: Any) -> None:
-    alone_as_together(layer, 16_376, 120)
+@pytest.mark.parametrize("attend", ["warps", "warpgroups"])
+def test_a_chains_bits_depend_on_neither_launch_nor_row(rig: Any, attend: str) -> None:
+    """What a warpgroup multiplies, and what a warp alone, depends on where the launch stands."""
+    alone_as_together(rig.verifier(rig.session({"attend": attend})), 16_376, 120)
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ HARMLESS: dict[str, str] = {
     r"outbox_gate_up over scratch_pre_expert_norm": "whoever uses the one waits for sums of all who use the other",
     r"prefetch of experts: warp 3: before attach": "it waits for the table, whose maker has attached",
     r"drain of warp 0$": "copies are on their way at the end of a block only if a launch is given up",
-    r"program: warp [34]: on a warp more": "no warp comes to that branch: there is none, or its warpgroup has another",
+    r"program: warp [134]: on a warp more": "no warp comes to that branch: there is none, or its warpgroup has another",
     r"ring: a stage less": "of three slots two are used; check wants as many stages",
     r"attach at the end: warp 0": "it waits for the table, whose maker has attached; check wants it of each warp",
     r"attach of warp 0 / (wait_point|gate_up\.load_weights)": "it waits for others of the block, who have attached",
@@ -269,6 +269,9 @@ HARMLESS: dict[str, str] = {
         "the flags of an earlier exchange say that all ranks are in this launch; check takes no such order from a flag"
     ),
     r"swa counter: .*: middle(:| over)": "its reader comes two exchanges later, when all have counted for long",
+    r"(read or write|use of a barrier) not said: .*\.reduce": (
+        "of two warps with one step that of one is said to be another: each has a branch, of the same code"
+    ),
     r"no drain in ": "copies are on their way at the end of a block only if a launch is given up",
 }
 SAME_TEXT = "only the Plan says something untrue of code that is as it was"

@@ -37,6 +37,7 @@ class Case(NamedTuple):
     more: dict[str, Any]
     launches: int = 1
     ranks: int = 1  # of two; one stands in for the other
+    context: int = 100
 
 
 def layer(**more: Any) -> dict[str, Any]:
@@ -70,15 +71,17 @@ CASES = {
         "muse_global.py", {"options": {"positions": 256, **small(2)}, "choices": {"sync": "counter"}}
     ),
     "layer-global-warpgroups": Case(
-        "muse_global.py", {"options": {"positions": 256, **small(2)}, "choices": {"attend": "warpgroups"}}
+        "muse_global.py",
+        {"options": {"positions": 256, **small(2)}, "choices": {"attend": "warpgroups"}},
+        context=140,  # a stage that is seen whole
     ),
     "layer-two-shot": Case("muse_swa.py", {"options": {"all_reduce": "two_shot", "following": "global"}}),
 }
 
 
-def launch(verifier: Verifier, launches: int) -> None:
+def launch(verifier: Verifier, launches: int, context: int = 100) -> None:
     """One token, after as many as two chunks of attention hold."""
-    verifier.launch(verifier.inputs(1, 0, Step.chain(1, 100)), few(1), launches=launches)
+    verifier.launch(verifier.inputs(1, 0, Step.chain(1, context)), few(1), launches=launches)
 
 
 def steps(plan: Plan) -> Iterator[tuple[ProgramPlan, StepPlan]]:
@@ -175,9 +178,9 @@ def unread(plan: Plan, found: Footprints) -> dict[str, list[tuple[str, int]]]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_touches_what_the_model_says(emulate: Any, name: str) -> None:
-    schedule, more, launches, ranks = CASES[name]
+    schedule, more, launches, ranks, context = CASES[name]
     kernel = emulate(schedule, ranks=ranks, tp=2, footprints=True, **more)
-    launch(kernel.verifier, launches)
+    launch(kernel.verifier, launches, context)
     plan, found = kernel.plan, kernel.world.engine.footprints()
     blocks = plan.launch.blocks * ranks * launches
     assert not differences(plan, found, blocks)

@@ -13,6 +13,7 @@ from plan_mutants import PlanMutant
 from plan_mutations import FAMILIES
 
 QUICK = 1.5  # CPU seconds in which a mutant shows itself here
+ENOUGH = 40  # mutants of today's code to draw from
 
 
 @cache
@@ -72,10 +73,17 @@ def test_three_of_them_show_what_is_on_record(capsys: pytest.CaptureFixture[str]
         print(f"\nMUTANTS_SEED={seed}")  # noqa: T201
     known = plan_mutants.results()
     quick = [m for m in mutants() if known[m.name].seed > 0 and known[m.name].seconds <= QUICK]
+    same = [m for m in quick if known[m.name].digest == m.digest]
     bench = plan_mutants.Bench()
-    for m in random.Random(seed).sample(quick, 3):
-        want = known[m.name]
-        others = () if want.digest == m.digest else plan_mutants.SEEDS  # other code may show it under another seed
-        found = plan_mutants.observe(bench, m, [want.seed, *others])
-        assert found.seen != plan_mutants.NOTHING, m.name
-        assert others or found.seen == want.seen, f"{m.name}: {found}, on record: {want.seen}"
+    draw = random.Random(seed)
+    if len(same) >= ENOUGH:
+        for m in draw.sample(same, 3):
+            want, found = known[m.name], plan_mutants.observe(bench, m, [known[m.name].seed])
+            assert found.seen == want.seen, f"{m.name}: {found}, on record: {want.seen}"
+        return
+    # Other code may show it under another seed, or have made something else of it: but of three not of two.
+    few = {
+        m.name: plan_mutants.observe(bench, m, [known[m.name].seed, *plan_mutants.SEEDS[:3]])
+        for m in draw.sample(quick, 3)
+    }
+    assert sum(found.seen == plan_mutants.NOTHING for found in few.values()) < 2, few

@@ -581,9 +581,10 @@ def test_warpgroups_are_for_who_has_them() -> None:
     assert e.value.loc is not None
 
 
-def test_the_compiler_lets_products_overlap() -> None:
-    """It says so where it does not."""
-    text = emit(plan(op(), together=True))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1), (16, 2)])
+def test_the_compiler_lets_products_overlap(heads: int, kv_heads: int) -> None:
+    """It says so where it does not; and warps without a head come to the same machine instructions as the others."""
+    text = emit(plan(op(heads, kv_heads), together=True))
     made = compile_source(text, kernels=["attention_alone"], archs=["sm_90a"], settings=Settings.from_env())
     kernel = made["sm_90a"].kernels["attention_alone"]
     assert kernel.mma is not None and kernel.mma["HGMMA.64x64x16.F32.BF16"] == 16

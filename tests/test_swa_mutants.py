@@ -47,7 +47,7 @@ TWO_SHOT = On(options={"all_reduce": "two_shot"}, ranks=2, tp=2)
 ONE_SHOT = On(options={"all_reduce": "one_shot"}, ranks=2, tp=2)
 
 OLDEST = "position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0;"
-OWN = "(own < 32 ? ancestors >> own : ahead < 16 ? ancestors << ahead : 0);"
+OWN = "(own < 32 ? ancestors >> own : ahead < 32 ? ancestors << ahead : 0);"
 READ = "if (!Op::Partials::read_where(ctx, v, wanted, index)) return;"
 RELEASE_STATS = "Op::Partials::template release_where<kStats>(ctx, has, index);"
 RELEASE = "Op::Partials::template release_where<1>(ctx, [&](u32) { return sums_of(j); }, index);"
@@ -108,12 +108,12 @@ MUTANTS = (
     ),
     Mutant(
         "keys: written to the next slot",
-        one(HEADS, "number % Op::kRing, dim", "(number + 1) % Op::kRing, dim"),
+        one(HEADS, "number % 8 * 8 + dim % 8, v", "(number + 1) % 8 * 8 + dim % 8, v"),
         wrong="rest of the cache",
     ),
     Mutant(
         "values: written to another place",
-        one(HEADS, "place = number % kKeyChunk;", "place = (number ^ 4) % kKeyChunk;"),
+        one(HEADS, "at = dim % 8 * 8 + number % 8;", "at = dim % 8 * 8 + (number ^ 4) % 8;"),
         wrong="next_v_cache",
     ),
     # -- merging

@@ -30,18 +30,32 @@ def resources(plan: Plan) -> Iterator[Finding]:
     registers = _registers(plan)
     _resident(plan)
     _heap(plan)
-    if machine.barriers < 2:  # that of __syncthreads, and the one that says that the mbarriers are made
-        refuse(RULE, f"{machine.name} has {machine.barriers} named barriers, a block needs two", launch.source)
+    barriers = _named_barriers(plan)
+    if machine.barriers <= max(barriers):
+        needs = f"a block needs number {max(barriers)}" if len(barriers) > 2 else "a block needs two"
+        refuse(RULE, f"{machine.name} has {machine.barriers} named barriers, {needs}", launch.source)
     yield from _tight(plan)
     yield from _guess(plan)
     fit = machine.blocks_fit[launch.cluster]
     for what in (
         f"{launch.shared_bytes} of {machine.shared_bytes} bytes of shared memory, no two things in one place",
-        f"{registers} registers a thread, of {machine.registers} an SM; two named barriers of {machine.barriers}",
+        f"{registers} registers a thread, of {machine.registers} an SM; "
+        f"{'two' if len(barriers) == 2 else len(barriers)} named barriers of {machine.barriers}",
         f"{launch.blocks} blocks in clusters of {launch.cluster} run at once: {machine.name} holds {fit}",
         f"a heap of {plan.heap.bytes} bytes a rank, no two things in one place",
     ):
         yield proved(RULE, what)
+
+
+def _named_barriers(plan: Plan) -> set[int]:
+    """That of __syncthreads, the one that says that the mbarriers are made, and one a warpgroup that multiplies."""
+    multiply = (
+        op.roles.get(spec.name, ())
+        for op in plan.ops
+        for spec in op.specs
+        if spec.warpgroups and op.constants.get("kWarpgroups")
+    )
+    return {0, 1} | {2 + warp // 4 for group in multiply for warp in group}
 
 
 def _guess(plan: Plan) -> Iterator[Finding]:

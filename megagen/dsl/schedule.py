@@ -488,7 +488,8 @@ class Schedule:
     def warpgroups(self, *roles: RoleHandle) -> None:
         """Let four warps at a time make the products of these roles, straight from shared memory: Hopper's wgmma.
 
-        Sums are the same, in the same order. Raises ScheduleError for a role that cannot, or a machine without it.
+        Sums have the same terms, instruction by instruction. Raises ScheduleError for a role that cannot, or a machine
+        without it.
         """
         loc = here()
         able = [(op.name, r.name) for op in self.graph.ops for r in op.roles() if r.warpgroups]

@@ -264,7 +264,7 @@ def sliding_layer(
     Inputs: the residual stream, what the launch before left (``q``, ``gate`` and the layer's caches, which already hold
     this launch's tokens), and ``rotary`` fp32 [positions, 64], cosines then sines of every position. Outputs: the
     stream, ``next_q`` and ``next_gate``, and the next layer's caches with this launch's tokens written. A cache is a
-    ring: number n stands in chunk (n / 64) mod chunks; V is transposed within its chunk.
+    ring: number n stands in chunk (n / 64) mod chunks; chunks are in the order of :func:`megagen.ops.attention.slots`.
     ``all_reduce``: of o_proj's contributions. "one_shot": every rank gets all of them and adds. "two_shot": every rank
     adds a slice of the row and sends it to all, rounded to bf16 once more.
     ``following``: what the next layer is. "sliding": q and k are rotated and its cache is such a ring. "global": they

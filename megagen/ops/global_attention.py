@@ -54,9 +54,9 @@ def spans(capacity: int) -> int:
 class GlobalAttention(Op):
     """``heads`` and ``kv_heads`` are rank-local; a cache holds ``capacity`` numbers.
 
-    Inputs: ``q`` and ``gate`` bf16 [tokens, heads * head_dim], ``keys`` bf16 [kv_heads, capacity, head_dim],
-    ``values`` bf16 [kv_heads, capacity / 64, head_dim, 64]. Outputs: ``partials`` fp32
-    [spans, heads, tokens, head_dim + 4], ``out`` bf16 [tokens, heads * head_dim].
+    Inputs: ``q`` and ``gate`` bf16 [tokens, heads * head_dim]; in the order of :func:`megagen.ops.attention.slots`,
+    ``keys`` bf16 [kv_heads, capacity, head_dim] and ``values`` bf16 [kv_heads, capacity / 64, head_dim, 64]. Outputs:
+    ``partials`` fp32 [spans, heads, tokens, head_dim + 4], ``out`` bf16 [tokens, heads * head_dim].
     """
 
     kind: ClassVar[str] = "global_attention"

@@ -22,7 +22,8 @@ class QkvHeads(Op):
 
     Inputs: ``partials`` fp32 [chunks, rows / 16, tokens, 16] and, if it is to ``rotate``, ``rotary`` fp32
     [positions, 64]: 32 cosines, 32 sines. Outputs: ``q`` and ``gate`` bf16 [tokens, heads * 64]; of the caches ``keys``
-    bf16 [kv_heads, ring, 64] and ``values`` bf16 [kv_heads, ring / 64, 64 dims, 64 places] the launch's own tokens.
+    bf16 [kv_heads, ring, 64] and ``values`` bf16 [kv_heads, ring / 64, 64, 64] the launch's own tokens, in the order of
+    :func:`megagen.ops.attention.slots`.
     """
 
     kind: ClassVar[str] = "qkv_heads"

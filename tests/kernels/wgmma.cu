@@ -60,6 +60,15 @@ MEGAGEN_DEVICE void multiply(Sums& d, uint4 a, u64 b, bool accumulate) {
     ptx::wgmma_m64n64k16_bf16(d, a.x, a.y, a.z, a.w, b, accumulate);
 }
 
+MEGAGEN_DEVICE void hold(const uint4 (&a)[kSteps]) {
+    u32 words[8][2];
+    for (u32 step = 0; step < kSteps; ++step) {
+        words[2 * step][0] = a[step].x, words[2 * step][1] = a[step].y;
+        words[2 * step + 1][0] = a[step].z, words[2 * step + 1][1] = a[step].w;
+    }
+    ptx::wgmma_hold(words);
+}
+
 // Out: A B, and A B + C, in four steps each.
 template <class L>
 MEGAGEN_DEVICE void chain(const Params& p) {
@@ -78,6 +87,7 @@ MEGAGEN_DEVICE void chain(const Params& p) {
         ptx::wgmma_commit();
         ptx::wgmma_wait<0>();
         ptx::wgmma_pin(d);
+        hold(a);
         store(p.out + round * gridDim.x * blockDim.x * kSums, d);
         if (!round) load(d, p.in[2]);
     }

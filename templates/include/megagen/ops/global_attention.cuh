@@ -165,13 +165,15 @@ struct GlobalAttention : AttentionTile {
     };
 
     // Four warps that multiply together leave together too: where one gives up, all do, at the next place where they
-    // meet, and each comes there in bounded time. A product without all four would never end.
+    // meet, and each comes there in bounded time. A product without all four is undefined. How often they meet follows
+    // from the step, which all read from the same words: these stay as they are during a launch.
     struct Meeting {
         bool open = true;
 
         template <class Ctx>
         __device__ __forceinline__ bool agree(Ctx& ctx, bool ok) {
             if (!open) return false;
+            __syncwarp(); // who gives up comes from code of one lane
             open = ptx::bar_and(kReady + 1 + ctx.warp / 4, 128, ok);
             ctx.dead |= !open;
             return open;
@@ -182,6 +184,7 @@ struct GlobalAttention : AttentionTile {
     // warps hand the stages on.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void attend(Ctx& ctx) {
+        static_assert(Op::kWarpgroups == 0 || kFirstWarp % 4 == 0, "whole warpgroups");
         Meeting meeting;
         u32 done = 0;
         bool ok = attend_all(ctx, ctx.warp - kFirstWarp, meeting, done);
@@ -276,8 +279,8 @@ struct GlobalAttention : AttentionTile {
 #ifdef MEGAGEN_WARPGROUPS
     // The stages that every token sees whole, by four warps' products. While these do arithmetic, the other four's
     // products have the tensor cores; and while a chunk's values are multiplied, its neighbour's scores become weights,
-    // as far as ptxas lets them: a branch between a product and its wait makes it serialize all products. The sums are
-    // those of `alone`, and in the same order.
+    // as far as ptxas lets them: a branch between a product and its wait makes it serialize all products. The sums have
+    // the terms of those of `alone`, instruction by instruction.
     template <class Ctx>
     MEGAGEN_DEVICE bool together(Ctx& ctx, const u32 (&a)[2][kWords], u32& start, u32& left, Sums& sums,
                                  Meeting& meeting, bool ok) {
@@ -304,6 +307,8 @@ struct GlobalAttention : AttentionTile {
                 values += kChunkBytes;
                 if (!meeting.agree(ctx, Ctx::Ring::acquire_next(ctx, keys))) return false;
             }
+            ptx::wgmma_pin(sums.o);
+            ptx::wgmma_hold(p);
             ptx::wgmma_fence();
             product(now.s, left_of(a), keys, false);
             ptx::wgmma_commit();
@@ -321,6 +326,8 @@ struct GlobalAttention : AttentionTile {
             }
             take(now, sums, p);
         }
+        ptx::wgmma_pin(sums.o);
+        ptx::wgmma_hold(p);
         ptx::wgmma_fence();
         product(sums.o, left_of(p), stage + kSideBytes + kChunkBytes, true);
         ptx::wgmma_commit();

@@ -638,7 +638,7 @@ A finding is on record with a digest of the code that showed it. When two shots 
 were emulated anew: all that were new, and most of what that changed; when residual ops were spread over blocks, 33 of
 200 new ones, and the others are counted below as "{PENDING}": that they are refused is tested, not what they would do.
 The others' findings were kept: the same fault in the same place, refused by the same rule, seen in code that has since
-changed in what all schedules share. The first command emulates all of those; with `--new`, only what never was.
+changed in what all schedules share. The first command emulates all of those; its help has a way for what never was.
 
 A place is broken in one of several ways in turn (in brackets). Of what both layers have, the whole layer's Plan repeats
 copies, counts, resets and empty values only. "Text the same": {SAME_TEXT}.

@@ -153,6 +153,40 @@ def test_killed_while_loading(tmp_path: Path) -> None:
     assert not alive(int((tmp_path / "0").read_text()))
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("moment", ["as it starts", "before anybody notes it"])
+def test_ctrl_c_while_they_start(moment: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that was just started is ended too, though nobody has noted it yet."""
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen[bytes]):
+        def _execute_child(self, *args: Any) -> None:
+            super()._execute_child(*args)  # type: ignore[misc]
+            started.append(self.pid)
+            if moment == "as it starts" and len(started) == rank + 1:
+                signal.raise_signal(signal.SIGINT)
+
+    start = supervisor._start
+
+    def start_and_interrupt(*args: Any) -> Any:
+        made = start(*args)
+        if moment != "as it starts" and len(started) == rank + 1:
+            signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(supervisor, "_start", start_and_interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Supervisor(3, "serve_fakes:make", {})
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(started) == rank + 1
+    assert not any(map(alive, started))
+
+
 def test_killed_while_nobody_looks() -> None:
     with group(2) as made:
         ids(made, [1], 2)

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
 from pathlib import Path
@@ -113,7 +113,8 @@ class Supervisor:
         try:
             environment = _environment(ranks)
             for rank in range(ranks):
-                self._ranks.append(_start(rank, ranks, self._board, environment))
+                with _uninterrupted():
+                    self._ranks.append(_start(rank, ranks, self._board, environment))
             for one in self._ranks:
                 self._tell(one, Load(factory, arguments))
             os.close(self._board.fd)
@@ -372,6 +373,23 @@ def _environment(ranks: int) -> dict[str, str]:
     path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
     more = {"PYTHONPATH": path, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return {**os.environ, **more}
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A Ctrl-C waits for the end of this: it must not come between a process's start and its place in a list."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield  # Python raises KeyboardInterrupt in the main thread only
+        return
+    came = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        for number in came[:1]:
+            signal.raise_signal(number)
 
 
 def _start(rank: int, ranks: int, board: Board, environment: Mapping[str, str]) -> _Rank:

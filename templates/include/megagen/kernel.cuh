@@ -99,12 +99,21 @@ struct Context {
     }
     __device__ __forceinline__ u32 rounds(u32 n, u32 step = 1) const { return rounds(Range{0, n}, step).last; }
 
-    // What this launch works on. Every warp, before it reads anything that an earlier launch wrote.
+    // What this launch works on. Whoever writes these words does so before the launch before this one begins.
+    __device__ __forceinline__ void look() {
+        const u32 wanted = __shfl_sync(kFullMask, ptx::ld_relaxed_sys(p.sys.control), 0); // see warp
+        tokens = wanted < K::kTokens ? wanted : K::kTokens;
+        context = __shfl_sync(kFullMask, ptx::ld_relaxed_sys(p.sys.control + kControlContext), 0);
+    }
+
+    // Whether all numbers of a cache before `end` have been there for two launches. The launch before this one may have
+    // written those of its own tokens, which are no farther behind the context than its tokens are many.
+    __device__ __forceinline__ bool aged(u32 end) const { return end + kMostTokens <= context; }
+
+    // Every warp, before it reads anything that the launch before this one wrote.
     __device__ __forceinline__ void attach() {
         if constexpr (K::kPdl) ptx::griddepcontrol_wait();
-        const u32 wanted = ptx::ld_relaxed_sys(p.sys.control);
-        tokens = wanted < K::kTokens ? wanted : K::kTokens;
-        context = ptx::ld_relaxed_sys(p.sys.control + kControlContext);
+        look();
         const u32 launches = epoch();
         odd = launches % 2;
         third = launches % 3;

@@ -42,6 +42,7 @@ static_assert(sizeof(System) == 192, "runtime packs 192 bytes");
 constexpr u32 kControlContext = 1;    // tokens in the caches before
 constexpr u32 kControlPositions = 16; // of each token
 constexpr u32 kControlAncestors = 32; // of each token, itself included: a bit a token
+constexpr u32 kMostTokens = kControlAncestors - kControlPositions;
 
 // A contiguous share of n tiles: the same rule on every block, so any block count works.
 struct Range {

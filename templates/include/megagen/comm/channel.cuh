@@ -369,7 +369,9 @@ struct Channel {
                     if (wanted(i)) ptx::expect_none(v[i], D::kEmpty);
                 }
             }
-            return ok;
+            // A vote, so that the compiler knows that the warp is still together: else whatever shuffles later on has
+            // code for lanes that are not.
+            return __all_sync(kFullMask, ok);
         }
     }
 

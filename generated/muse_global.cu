@@ -49,25 +49,25 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 170496, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 174592, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 170528, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 174624, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 170560, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 174656, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 170576, kSlots = 2, kCount = 2, kIndex = 3;
+  static constexpr u32 kOffset = 174672, kSlots = 2, kCount = 2, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 170592, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 174688, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 170600, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 174696, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct BeginCombine {
-  static constexpr u32 kOffset = 170608, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 174704, kSlots = 1, kCount = 8, kIndex = 6;
 };
 }  // namespace barrier
 
@@ -350,8 +350,9 @@ struct Attention {  // _layer.py:52
   static constexpr u32 kSpans = 64;
   static constexpr float kScale = 0.125f;
   static constexpr float kEps = 1e-05f;
-  static constexpr u32 kWarpgroups = 0;
+  static constexpr u32 kWarpgroups = 1;
   static constexpr u32 kStageBytes = 32768, kHint = 0, kL2Hint = 0;
+  static constexpr u32 kScratch = 167776;
 };
 struct OProj {  // _layer.py:49
   using In = Channel<channel::Attended>;
@@ -362,7 +363,7 @@ struct OProj {  // _layer.py:49
   static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 167776;
+  static constexpr u32 kOutbox = 171872;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
 struct AllReduce {  // _layer.py:107
@@ -417,7 +418,7 @@ struct TopK {  // _layer.py:55
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
-  static constexpr u32 kScratch = 168288;
+  static constexpr u32 kScratch = 172384;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
 struct PreExpertNorm {  // _layer.py:53
@@ -427,7 +428,7 @@ struct PreExpertNorm {  // _layer.py:53
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 169408;
+  static constexpr u32 kScratch = 173504;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -445,7 +446,7 @@ struct GateUp {  // _layer.py:49
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 169472;
+  static constexpr u32 kOutbox = 173568;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -463,7 +464,7 @@ struct Down {  // _layer.py:49
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 169984;
+  static constexpr u32 kOutbox = 174080;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
@@ -631,19 +632,20 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_global(const __grid_co
     }
     else if (ctx.warp == 0) {  // warp 0
       ctx.step = 0;
-      ctx.attach();
-      ctx.step = 1;
-      ops::GlobalAttention<policy::Attention>::load<0, 1024, 2>(ctx);  // _layer.py:68
-      ops::load_streams<2, 9>(ctx, [&](ops::StreamState& s) {
+      ops::GlobalAttention<policy::Attention>::load<0, 1024, 2>(ctx);  // _layer.py:67
+      ops::load_streams<1, 9>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
-          case 2:
+          case 1:
             ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 3:
+          case 2:
             ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 4:
+          case 3:
             ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
+            break;
+          case 4:
+            ctx.attach();
             break;
           case 5:
             ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49

@@ -49,25 +49,25 @@ struct Params {
 
 namespace barrier {
 struct RingFull {
-  static constexpr u32 kOffset = 170496, kSlots = 4, kCount = 1, kIndex = 0;
+  static constexpr u32 kOffset = 174592, kSlots = 4, kCount = 1, kIndex = 0;
 };
 struct RingEmpty {
-  static constexpr u32 kOffset = 170528, kSlots = 4, kCount = 8, kIndex = 1;
+  static constexpr u32 kOffset = 174624, kSlots = 4, kCount = 8, kIndex = 1;
 };
 struct AccumFull {
-  static constexpr u32 kOffset = 170560, kSlots = 2, kCount = 8, kIndex = 2;
+  static constexpr u32 kOffset = 174656, kSlots = 2, kCount = 8, kIndex = 2;
 };
 struct AccumEmpty {
-  static constexpr u32 kOffset = 170576, kSlots = 2, kCount = 2, kIndex = 3;
+  static constexpr u32 kOffset = 174672, kSlots = 2, kCount = 2, kIndex = 3;
 };
 struct TableReady {
-  static constexpr u32 kOffset = 170592, kSlots = 1, kCount = 1, kIndex = 4;
+  static constexpr u32 kOffset = 174688, kSlots = 1, kCount = 1, kIndex = 4;
 };
 struct GroupPreExpertNorm {
-  static constexpr u32 kOffset = 170600, kSlots = 1, kCount = 8, kIndex = 5;
+  static constexpr u32 kOffset = 174696, kSlots = 1, kCount = 8, kIndex = 5;
 };
 struct BeginCombine {
-  static constexpr u32 kOffset = 170608, kSlots = 1, kCount = 8, kIndex = 6;
+  static constexpr u32 kOffset = 174704, kSlots = 1, kCount = 8, kIndex = 6;
 };
 }  // namespace barrier
 
@@ -76,7 +76,7 @@ struct AttentionPartials {  // lamport, _layer.py:104
   static constexpr Sync kKind = Sync::kLamport;
   static constexpr u32 kOffset = 102400, kBytes = 2367488, kCopies = 1, kEmpty = 0xffffffffu;
   static constexpr u32 kElementBytes = 4, kRowStride = 68, kRankStride = 0, kShard = 68;
-  static constexpr u32 kCounterOffset = 0, kArrivals = 544, kIndex = 7;
+  static constexpr u32 kCounterOffset = 0, kArrivals = 1088, kIndex = 7;
   static constexpr Per kArrivalsPer = Per::kLaunch;
   static constexpr bool kWorld = false, kScatter = false, kReaderResets = true, kFault = false;
 };
@@ -350,6 +350,8 @@ struct Attention {  // _layer.py:52
   static constexpr u32 kWindow = 2048;
   static constexpr float kScale = 0.125f;
   static constexpr float kEps = 1e-05f;
+  static constexpr u32 kStageBytes = 16384, kHint = 0, kL2Hint = 0;
+  static constexpr u32 kScratch = 167776;
 };
 struct OProj {  // _layer.py:49
   using In = Channel<channel::Attended>;
@@ -360,7 +362,7 @@ struct OProj {  // _layer.py:49
   static constexpr u32 kStageK = 1024;
   static constexpr u32 kFormat = 0;
   static constexpr u32 kStageBytes = 32768, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 167776;
+  static constexpr u32 kOutbox = 171872;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.o_proj_weight; }
 };
 struct AllReduce {  // _layer.py:107
@@ -415,7 +417,7 @@ struct TopK {  // _layer.py:55
   static constexpr float kMultiplier = 0.1767766952966369f;
   static constexpr float kSumEps = 1e-15f;
   static constexpr float kScale = 1.0f;
-  static constexpr u32 kScratch = 168288;
+  static constexpr u32 kScratch = 172384;
   static __device__ __forceinline__ const u8* bias(const Params& p) { return p.router_bias; }
 };
 struct PreExpertNorm {  // _layer.py:53
@@ -425,7 +427,7 @@ struct PreExpertNorm {  // _layer.py:53
   static constexpr float kEps = 1e-05f;
   static constexpr u32 kCentred = 1;
   static constexpr u32 kRoundInput = 0;
-  static constexpr u32 kScratch = 169408;
+  static constexpr u32 kScratch = 173504;
   using Group = barrier::GroupPreExpertNorm;
   static __device__ __forceinline__ const u8* gain(const Params& p) { return p.pre_expert_gain; }
 };
@@ -443,7 +445,7 @@ struct GateUp {  // _layer.py:49
   static constexpr u32 kSwiglu = 1;
   static constexpr u32 kPerSlot = 0;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 169472;
+  static constexpr u32 kOutbox = 173568;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.gate_up_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.gate_up_weight_scale; }
 };
@@ -461,7 +463,7 @@ struct Down {  // _layer.py:49
   static constexpr u32 kSwiglu = 0;
   static constexpr u32 kPerSlot = 1;
   static constexpr u32 kStageBytes = 36864, kHint = 1, kL2Hint = 0;
-  static constexpr u32 kOutbox = 169984;
+  static constexpr u32 kOutbox = 174080;
   static __device__ __forceinline__ const u8* weight(const Params& p) { return p.down_weight; }
   static __device__ __forceinline__ const u8* scale(const Params& p) { return p.down_weight_scale; }
 };
@@ -539,124 +541,126 @@ extern "C" __global__ void __launch_bounds__(384, 1) muse_swa(const __grid_const
   if (ctx.warp >= 4) {
     ptx::setmaxnreg_inc<184>();
     if (ctx.warp >= 4) {  // warps 4 to 11
-      ctx.step = 35;
-      ctx.attach();
       ctx.step = 36;
-      ops::Attention<policy::Attention>::attend<4>(ctx);  // _layer.py:52
+      ctx.attach();
       ctx.step = 37;
-      ops::Attention<policy::Attention>::merge<4>(ctx);  // _layer.py:52
+      ops::Attention<policy::Attention>::attend<4>(ctx);  // _layer.py:52
       ctx.step = 38;
-      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:49
+      ops::Attention<policy::Attention>::merge<4>(ctx);  // _layer.py:52
       ctx.step = 39;
-      ops::Residual<policy::PostAttention>::measure<4>(ctx);  // _layer.py:54
+      ops::DenseGemm<policy::OProj>::math<4>(ctx);  // _layer.py:49
       ctx.step = 40;
+      ops::Residual<policy::PostAttention>::measure<4>(ctx);  // _layer.py:54
+      ctx.step = 41;
       ops::Residual<policy::PostAttention>::compute<4>(ctx);  // _layer.py:53
-      ops::dense_math<41, 4,
+      ops::dense_math<42, 4,
         policy::Router,  // _layer.py:49
         policy::Pooler>(ctx);  // _layer.py:49
-      ctx.step = 43;
+      ctx.step = 44;
       ops::RmsNorm<policy::PreExpertNorm>::compute<4>(ctx);  // _layer.py:53
-      ops::expert_math<44, 4,
+      ops::expert_math<45, 4,
         policy::GateUp,  // _layer.py:49
         policy::Down>(ctx);  // _layer.py:49
-      ctx.step = 46;
-      Event<barrier::BeginCombine>::arrive(ctx);  // _layer.py:140
       ctx.step = 47;
-      ops::Combine<policy::Combine>::measure<4>(ctx);  // _layer.py:54
+      Event<barrier::BeginCombine>::arrive(ctx);  // _layer.py:140
       ctx.step = 48;
-      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:53
+      ops::Combine<policy::Combine>::measure<4>(ctx);  // _layer.py:54
       ctx.step = 49;
-      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:49
+      ops::Combine<policy::Combine>::compute<4>(ctx);  // _layer.py:53
       ctx.step = 50;
-      ops::Residual<policy::Residual>::measure<4>(ctx);  // _layer.py:54
+      ops::DenseGemm<policy::Unpooler>::math<4>(ctx);  // _layer.py:49
       ctx.step = 51;
-      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:53
+      ops::Residual<policy::Residual>::measure<4>(ctx);  // _layer.py:54
       ctx.step = 52;
-      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:49
+      ops::Residual<policy::Residual>::compute<4>(ctx);  // _layer.py:53
       ctx.step = 53;
-      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:134
+      ops::DenseGemm<policy::NextQkvg>::math<4>(ctx);  // _layer.py:49
       ctx.step = 54;
+      ops::QkvHeads<policy::NextHeads>::write<4>(ctx);  // _layer.py:134
+      ctx.step = 55;
       ctx.trigger();  // _layer.py:151
     }
   }
   else {
     ptx::setmaxnreg_dec<128>();
     if (ctx.warp >= 2) {  // warps 2 to 3
-      ctx.step = ctx.warp == 2 ? 16 : 24;
-      ctx.attach();
       ctx.step = ctx.warp == 2 ? 17 : 25;
+      ctx.attach();
+      ctx.step = ctx.warp == 2 ? 18 : 26;
       ops::DenseGemm<policy::OProj>::reduce<2>(ctx);  // _layer.py:49
       if (ctx.warp == 3) {
-        ctx.step = 26;
+        ctx.step = 27;
         ops::RankSum<policy::AllReduce>::sum(ctx);  // _layer.py:107
       }
-      ctx.step = ctx.warp == 2 ? 18 : 27;
-      ops::DenseGemm<policy::Router>::reduce<2>(ctx);  // _layer.py:49
       ctx.step = ctx.warp == 2 ? 19 : 28;
+      ops::DenseGemm<policy::Router>::reduce<2>(ctx);  // _layer.py:49
+      ctx.step = ctx.warp == 2 ? 20 : 29;
       ops::DenseGemm<policy::Pooler>::reduce<2>(ctx);  // _layer.py:49
       if (ctx.warp == 3) {
-        ctx.step = 29;
+        ctx.step = 30;
         ops::DenseGemm<policy::Pooler>::finish(ctx);  // _layer.py:51
       }
-      ctx.step = ctx.warp == 2 ? 20 : 30;
-      ops::ExpertGemm<policy::GateUp>::reduce<2>(ctx);  // _layer.py:49
       ctx.step = ctx.warp == 2 ? 21 : 31;
-      ops::ExpertGemm<policy::Down>::reduce<2>(ctx);  // _layer.py:49
+      ops::ExpertGemm<policy::GateUp>::reduce<2>(ctx);  // _layer.py:49
       ctx.step = ctx.warp == 2 ? 22 : 32;
+      ops::ExpertGemm<policy::Down>::reduce<2>(ctx);  // _layer.py:49
+      ctx.step = ctx.warp == 2 ? 23 : 33;
       ops::DenseGemm<policy::Unpooler>::reduce<2>(ctx);  // _layer.py:49
       if (ctx.warp == 3) {
-        ctx.step = 33;
+        ctx.step = 34;
         ops::DenseGemm<policy::Unpooler>::finish(ctx);  // _layer.py:51
       }
-      ctx.step = ctx.warp == 2 ? 23 : 34;
+      ctx.step = ctx.warp == 2 ? 24 : 35;
       ops::DenseGemm<policy::NextQkvg>::reduce<2>(ctx);  // _layer.py:49
     }
     else if (ctx.warp == 1) {  // warp 1
-      ctx.step = 9;
-      ctx.warm_code<16>();  // _layer.py:88
       ctx.step = 10;
-      ctx.attach();
+      ctx.warm_code<16>();  // _layer.py:88
       ctx.step = 11;
-      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:55
+      ctx.attach();
       ctx.step = 12;
-      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:55
+      ops::TopK<policy::TopK>::select(ctx);  // _layer.py:55
       ctx.step = 13;
-      Event<barrier::BeginCombine>::wait(ctx);  // _layer.py:140
+      ops::TopK<policy::TopK>::tables(ctx);  // _layer.py:55
       ctx.step = 14;
-      ops::QkvHeads<policy::NextHeads>::prefetch_l2<0, 1024>(ctx);  // _layer.py:140
+      Event<barrier::BeginCombine>::wait(ctx);  // _layer.py:140
       ctx.step = 15;
+      ops::QkvHeads<policy::NextHeads>::prefetch_l2<0, 1024>(ctx);  // _layer.py:140
+      ctx.step = 16;
       reset_channels<channel::Attended, channel::Projected, channel::Summed, channel::Middle, channel::Normed, channel::MiddleMoments, channel::Logits, channel::Routes, channel::Pooled, channel::ExpertIn, channel::ExpertMid, channel::ExpertOut, channel::SlotMoments, channel::Combined, channel::Unpooled, channel::NextNormed, channel::Moments>(ctx);  // _layer.py:56
     }
     else if (ctx.warp == 0) {  // warp 0
-      ops::load_streams<0, 8>(ctx, [&](ops::StreamState& s) {
+      ctx.step = 0;
+      ops::Attention<policy::Attention>::load<0, 1024, 2>(ctx);  // _layer.py:67
+      ops::load_streams<1, 9>(ctx, [&](ops::StreamState& s) {
         switch (ctx.step) {
-          case 0:
+          case 1:
             ops::DenseGemm<policy::OProj>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 1:
+          case 2:
             ops::DenseGemm<policy::Router>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 2:
+          case 3:
             ops::DenseGemm<policy::Pooler>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 3:
+          case 4:
             ctx.attach();
             break;
-          case 4:
+          case 5:
             ops::ExpertGemm<policy::GateUp>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 5:
+          case 6:
             ops::ExpertGemm<policy::Down>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 6:
+          case 7:
             ops::DenseGemm<policy::Unpooler>::load_weights<0, 1024, 1>(ctx, s);  // _layer.py:49
             break;
-          case 7:
+          case 8:
             ops::DenseGemm<policy::NextQkvg>::load_weights<0, 1024, 2>(ctx, s);  // _layer.py:49
             break;
         }
       });
-      ctx.step = 8;
+      ctx.step = 9;
       ctx.drain();
     }
   }

@@ -63,16 +63,16 @@ def layer(name: str, g: Graph, machine: Machine, choices: dict[str, str] | None,
 
     s.accumulators(s.choice("accumulators", 2, 4))
 
-    if "load" in g.attention.roles:
-        # Keys and values come through the ring, and the math warps have nothing else to wait for.
-        s.assign(g.attention, load=producer)
-        s.in_flight(72 * KiB, during=g.attention)
+    # Keys and values come through the ring too: what is old of them before the launch before has ended.
+    s.assign(g.attention, load=producer)
+    attends_to_all = g.op("attention").kind == "global_attention"
+    if attends_to_all:
+        s.in_flight(72 * KiB, during=g.attention)  # the math warps have nothing else to wait for
     elif s.choice("o_proj", "ring", "quarter") == "quarter":
         # While attention runs the ring fills with o_proj's weights: as many as it holds, or a quarter of them.
         s.prefetch(g.o_proj.weight, into=ring, share=1 / 4, during=g.attention)
     # Hopper's warpgroups multiply keys and values where they are. Other machines have no such products.
-    streams_keys = "load" in g.attention.roles and machine.arch == "sm_90a"
-    if streams_keys and s.choice("attend", "warps", "warpgroups") == "warpgroups":
+    if attends_to_all and machine.arch == "sm_90a" and s.choice("attend", "warpgroups", "warps") == "warpgroups":
         s.warpgroups(g.attention.attend)
 
     # Before the routing is known HBM has time for experts: those that the layer used most a step ago may be used again.

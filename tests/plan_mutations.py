@@ -163,16 +163,18 @@ def trigger_early(plan: Plan) -> Broken:
 def ring_order(plan: Plan) -> Broken:
     """Two streams exchanged for one of the three who walk them; next to each other they are neighbours."""
     names = streams(plan)
+    of_tensors = {"load_weights": "load", "math": "attend"}
     for call in ("load_weights", "math", "reduce"):
-        for a, b in combinations(names, 2):
-            (at, i, first), (to, j, second) = find(plan, call, a)[0], find(plan, call, b)[-1]
+        found = {name: find(plan, call, name) or find(plan, of_tensors.get(call, call), name) for name in names}
+        for a, b in combinations((name for name in names if found[name]), 2):
+            (at, i, first), (to, j, second) = found[a][0], found[b][-1]
             if names.index(b) == names.index(a) + 1 and (at != to or abs(i - j) > 1):
                 yield f"{call} of {a} / {b}", "", put(put(plan, at, i, second), to, j, first)
 
 
 @family("share")
 def share(plan: Plan) -> Broken:
-    for at, i, s in [*find(plan, "load_weights"), *find(plan, "prefetch_l2")]:
+    for at, i, s in [*find(plan, "load_weights"), *find(plan, "load"), *find(plan, "prefetch_l2")]:
         first, last, *cap = s.args
         half = (first + last) // 2
         parts = {
@@ -188,7 +190,7 @@ def share(plan: Plan) -> Broken:
 
 @family("none in flight")
 def none_in_flight(plan: Plan) -> Broken:
-    for at, i, s in find(plan, "load_weights"):
+    for at, i, s in [*find(plan, "load_weights"), *find(plan, "load")]:
         yield title(plan, at, s), "", put(plan, at, i, with_(s, args=(*s.args[:2], 0)))
 
 

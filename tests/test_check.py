@@ -18,7 +18,7 @@ from megagen.check.races import races
 from megagen.check.resources import resources
 from megagen.dsl import L2, KiB, Schedule, cluster, counter, flag, lamport, load
 from megagen.errors import CheckError
-from megagen.ir.plan import BarrierUse, KernelPlan, Plan, Reset, RoleRef, StepPlan, SyncKind
+from megagen.ir.plan import BarrierUse, KernelPlan, OpPlan, Plan, Reset, RoleRef, StepPlan, SyncKind
 from megagen.lower import lower
 from megagen.machines import load as load_machine
 from megagen.models import muse_spark
@@ -479,30 +479,38 @@ def test_a_reader_may_empty_each_of_two_copies() -> None:
 # -- another Plan's launch before ------------------------------------------------------------------------------------
 
 
+def waiting_for_nothing(plan: Plan) -> Plan:
+    """What streams the caches no longer waits by itself for what the launch before may have written of them."""
+
+    def change(op: OpPlan) -> OpPlan:
+        specs = tuple(with_(spec, ahead=False) for spec in op.specs)
+        return with_(op, specs=specs)
+
+    return with_(plan, ops=tuple(change(op) for op in plan.ops))
+
+
 @pytest.mark.parametrize("writes", [True, False])
-def test_a_tensor_is_read_after_all_launches_before(writes: bool) -> None:
+@pytest.mark.parametrize("name", ["muse_swa.py", "muse_global.py"])
+def test_a_tensor_is_read_after_all_launches_before(name: str, writes: bool) -> None:
     """Even by a launch that writes none: the one before may be another Plan's."""
-    plan = lower(load("muse_global.py"))
+    plan = lower(load(name))
+    (program,) = (p for p in plan.kernels[0].programs if any(s.call == "load" for s in p.steps))
+    calls = [s.call for s in program.steps]
+    assert calls.index("load") < calls.index("attach")
     if not writes:
         made = {p.name for p in plan.params if p.what in ("output", "state")}
         kept = [{port: t for port, t in op.tensors.items() if t not in made} for op in plan.ops]
         plan = with_(plan, ops=tuple(with_(op, tensors=t) for op, t in zip(plan.ops, kept, strict=True)))
     assert list(races(plan))
-
-    def early(steps: list[StepPlan]) -> list[StepPlan]:
-        """Streams the caches, and then waits for the launch before."""
-        attach, load, *rest = steps
-        assert (attach.call, load.call) == ("attach", "load")
-        return [load, attach, *rest]
-
-    (kernel,) = plan.kernels
-    programs = [
-        with_(p, steps=tuple(early(list(p.steps)))) if any(s.call == "load" for s in p.steps) else p
-        for p in kernel.programs
-    ]
-    plan = with_(plan, kernels=(with_(kernel, programs=tuple(programs)),))
     with pytest.raises(CheckError, match=r"two uses of a tensor: .*; attention\.load, .*1 launch later, reads it"):
-        list(races(plan))
+        list(races(waiting_for_nothing(plan)))
+
+
+@pytest.mark.parametrize("name", ["muse_swa.py", "muse_global.py"])
+def test_only_a_role_that_waits_by_itself_reads_before_the_launch_before_has_ended(name: str) -> None:
+    plan = lower(load(name))
+    check(plan)
+    refused(waiting_for_nothing(plan), "roles", "runs attention before it attaches")
 
 
 # -- a block with no share of the work ----------------------------------------------------------------------------

@@ -436,7 +436,7 @@ NUMBERS, FAULT = AssertionError, EmulationError
 FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
     "sums are not brought to the new largest score": (OWN, "sums.o[n][e] *= keep;", ";", NUMBERS),
     "their weights are not": (OWN, "sums.weights[e] *= keep;", ";", NUMBERS),
-    "no guard where nothing is seen yet": (OWN, "now == most ? 1.0f : ptx::exp2", "ptx::exp2", NUMBERS),
+    "no guard where nothing is seen yet": (TILE, "now == most ? 1.0f : ptx::exp2", "ptx::exp2", NUMBERS),
     "launch tokens all see each other": (OWN, "if (edge) hide(ctx, rows, after, next);", ";", NUMBERS),
     "those of a span's first chunk do": (
         OWN, "if (start + kKeyChunk > ctx.context) hide(ctx, rows, start, even);", ";", NUMBERS,
@@ -444,7 +444,7 @@ FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
     "values past the end": (OWN, "end = ctx.context + ctx.tokens;", "end = ~0u;", NUMBERS),
     "values past the end of half a chunk": (OWN, "before(start + half * 32, end)", "before(start, end)", NUMBERS),
     "a mask's second half": (OWN, "rows.ancestors[h], start + half * 32)", "rows.ancestors[h], start)", NUMBERS),
-    "another word of the queries": (OWN, "a[h][i] = t < 2 ? low : high;", "a[h][i] = low;", NUMBERS),
+    "another word of the queries": (TILE, "word[i] = t < 2 ? low : high;", "word[i] = low;", NUMBERS),
     "two lanes do not swap their dims": (OWN, "o[n][i] = odd ? got : o[n][i];", ";", NUMBERS),
     "keys for values": (OWN, "(ctx), values = stage + kSideBytes;", "(ctx), values = stage;", NUMBERS),
     "keys of the chunk before": (OWN, "stage + kChunkBytes, odd, sums", "stage, odd, sums", NUMBERS),
@@ -452,6 +452,8 @@ FAULTS: dict[str, tuple[str, str, str, type[Exception]]] = {
         RING, "return Full::wait(ctx, next.slot, next.phase);", "return true;", FAULT,
     ),
     "one half of the spans": (TILE, "x[e] += __shfl_xor_sync(kFullMask, x[e], 16);", ";", NUMBERS),
+    "one warp's sums for those of four": (TILE, "from + w * (kHeadDim * 4)", "from", NUMBERS),
+    "warps that merge do not meet": (TILE, "if (!meeting.agree(ctx, ok)) return;", "if (!ok) return;", FAULT),
     "units step over a head": (OWN, "if (++head == kKvHeads) head = 0, --span;", "--span;", FAULT),
     "a stage is handed back before it is read": (
         OWN, "const u32 stage = Ctx::Ring::stage(ctx),",
@@ -484,7 +486,7 @@ TOGETHER = {
     "the last values are left out": (
         OWN, "left_of(p), stage + kSideBytes + kChunkBytes, true", "left_of(p), stage, true", NUMBERS,
     ),
-    "sums do not fade": (OWN, "fade(sums, h, bring(", "fade(sums, h, 0 * bring(", NUMBERS),
+    "sums do not fade": (OWN, "fade(sums, h, bring<Op>(", "fade(sums, h, 0 * bring<Op>(", NUMBERS),
     "core matrices in another order": (OWN, "kBytes, kTiles * kBytes);", "kTiles * kBytes, kBytes);", NUMBERS),
     "values are not waited for": (
         OWN, "ptx::wgmma_wait<0>();\n            ptx::wgmma_pin(sums.o);", "ptx::wgmma_pin(sums.o);", FAULT,
@@ -521,9 +523,9 @@ def test_faults_of_warpgroups_are_found(
 def test_warps_of_a_group_leave_together(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the vote some of four warps would make a product alone, and the GPU would hang."""
     texts = dict(resources.headers())
-    old = "open = ptx::bar_and(kReady + 1 + ctx.warp / 4, 128, ok);"
-    assert texts[OWN].count(old) == 1
-    texts[OWN] = texts[OWN].replace(old, "open = ok;")
+    for old in ("ok && Ctx::Ring::acquire(ctx)", "Ctx::Ring::acquire_next(ctx, keys)"):
+        assert texts[OWN].count(f"meeting.agree(ctx, {old})") == 1
+        texts[OWN] = texts[OWN].replace(f"meeting.agree(ctx, {old})", f"({old})")
     monkeypatch.setattr(resources, "headers", lambda: texts)
     found = ""
     for seed in range(24):
@@ -550,15 +552,15 @@ def test_what_a_schedule_may_say_of_its_stream() -> None:
     assert stream is not None
     assert (stream.weight, stream.tensors, stream.stage_bytes) == ("", ("keys", "values"), 32 * KiB)
     steps = next(p.steps for p in made.kernels[0].programs if p.first == 0)
-    assert [s.call for s in steps] == ["attach", "load", "drain"]  # no part of it comes early
-    assert steps[1].args == (0, 1024, 2)
+    assert [s.call for s in steps] == ["load", "attach", "drain"]  # it waits by itself
+    assert steps[0].args == (0, 1024, 2)
     assert made.ring.consumers == 8
     assert "GlobalAttention<policy::Attention>::load<0, 1024, 2>(ctx)" in emit(made)
     assert "kStageBytes = 32768, kHint = 1" in emit(made)
 
 
 def test_two_stages_are_held_at_once() -> None:
-    with pytest.raises(CheckError, match="attention holds two stages at once") as e:
+    with pytest.raises(CheckError, match="attention holds two stages at once, and the ring has 1") as e:
         check(lower(schedule(op(), stages=1)))
     assert e.value.loc is not None
     assert e.value.loc.file == __file__
@@ -617,9 +619,8 @@ def arguments(*args: int) -> Callable[[list[StepPlan]], list[StepPlan]]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda s: [s[1], s[0], *s[2:]], "runs attention before it attaches"),
         (lambda s: s[:-1], "no drain after them"),
-        (lambda s: [s[0], *s[2:]], "attention.load is on warp 0"),
+        (lambda s: s[1:], "attention.load is on warp 0"),
         (arguments(0, 512, 3), "a share of tensors"),
         (arguments(0, 1024, 0), "loads nothing"),
         (arguments(0, 1024), "needs 3 arguments"),

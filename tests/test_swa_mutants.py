@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 import test_emulate_mutants as block
 import torch
-from test_emulate_mutants import CHANNEL, COUNTER, DENSE, Bench, Mutant, Variant, one
+from test_emulate_mutants import CHANNEL, COUNTER, DENSE, KERNEL, Bench, Mutant, Variant, one
 
 from megagen.bench.emulation import Weights
+from megagen.bench.inputs import Inputs
 from megagen.bench.routes import routes
 from megagen.bench.verify import Check, Verifier
 from megagen.cli import pipeline
+from megagen.emulate.report import Report
+from megagen.errors import EmulationError
 from megagen.models.muse_spark import tiny
 from megagen.runtime.emulated import World
+from megagen.runtime.stack import Stack
 from megagen.runtime.step import Step
 
 pytestmark = pytest.mark.slow
@@ -43,17 +47,28 @@ class On(Variant):
 
 
 CHAIN, TREE = On(), On(parents=tuple(PARENTS))
+LONG = On(tokens=12)
 TWO_SHOT = On(options={"all_reduce": "two_shot"}, ranks=2, tp=2)
 ONE_SHOT = On(options={"all_reduce": "one_shot"}, ranks=2, tp=2)
 
 OLDEST = "position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0;"
 OWN = "(own < 32 ? ancestors >> own : ahead < 32 ? ancestors << ahead : 0);"
-READ = "if (!Op::Partials::read_where(ctx, v, wanted, index)) return;"
-RELEASE_STATS = "Op::Partials::template release_where<kStats>(ctx, has, index);"
-RELEASE = "Op::Partials::template release_where<1>(ctx, [&](u32) { return sums_of(j); }, index);"
-EARLY = "Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);"
-NOTHING = "send_nothing(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens);"
-PUBLISH = "return;\n            Op::Partials::publish(ctx);"
+READ = "ok = ok && Op::Partials::read_where("
+EARLY = "Op::Partials::template release_where<kSums>(ctx, wanted, sums);"
+MEET = "if (!meeting.agree(ctx, ok)) return;"
+RELEASE = "Op::Partials::template release_where<kSums>(\n                    ctx, [&](u32 j) { return counts(8 * j"
+STATS = "Op::Partials::template release_where<kStats>(\n                        ctx, [&](u32 j) { return counts("
+HANDED = (
+    "Op::Partials::template release_where<kStats>(ctx, [&](u32 j) { return counts(32 * j + ctx.lane); }, stats(0));"
+)
+DEAD = "u32 done = idle.last - idle.first;"
+KEYS = "{{Op::Keys::address(ctx, element), kSideBytes},"
+AWAIT = "if (attached || ctx.aged(end)) return true;"
+ATTACH = "ctx.attach();"
+AGED = "return end + kMostTokens <= context;"
+SLOT = "unit.kv_head * Op::kChunks + unit.slot)"
+OWN_TOKEN = "token + g < ctx.tokens ? token + g : ctx.tokens - 1;"
+TURNED = "ptx::movmatrix_trans(\n"
 HALVES = "for (u32 d = 8; d > 0; d /= 2) square += __shfl_xor_sync(kFullMask, square, d);"
 SUM_CHUNKS = "if (!sum_chunks<typename Op::Partials, kRowBlocks, Op::kChunks>("
 RELEASE_CHUNKS = (
@@ -70,12 +85,12 @@ MUTANTS = (
     Mutant("window: one less", one(ATTENTION, OLDEST, "position + 2 - Op::kWindow;"), wrong="attended"),
     Mutant(
         "window: of the first token",
-        one(TILE, "position[h] = ctx.position(token);", "position[h] = ctx.context;"),
+        one(ATTENTION, "position[e] = ctx.position(token);", "position[e] = ctx.context;"),
         wrong="attended",
     ),
     Mutant(
         "window: a chunk counts as whole too early",
-        one(ATTENTION, " && start + Op::kWindow > ctx.context + 15;", ";"),
+        one(ATTENTION, " && start + Op::kWindow > ctx.context + kMostTokens - 1;", ";"),
         **NAN,
     ),
     Mutant(
@@ -93,12 +108,12 @@ MUTANTS = (
     # -- what stands where
     Mutant(
         "chunks: a ring of one more",
-        one(ATTENTION, "return begin % Op::kChunks;", "return begin % (Op::kChunks + 1);"),
+        one(ATTENTION, SLOT, SLOT.replace("unit.slot", "(unit.slot + 1) % Op::kChunks")),
         **NAN,
     ),
     Mutant(
         "values: the unseen count",
-        one(ATTENTION, "if (start < live.first || start + kKeyChunk > live.end) drop_unseen", "if (false) drop_unseen"),
+        one(ATTENTION, "if (edge) drop_unseen", "if (false) drop_unseen"),
         **NAN,
     ),
     Mutant(
@@ -119,28 +134,91 @@ MUTANTS = (
     # -- merging
     Mutant(
         "merge: one weight for both halves",
-        one(ATTENTION, "(even + half) % 32)", "even % 32)"),
+        one(TILE, "j % 4 * 8 + eighth);", "j % 4 * 8 + eighth / 2 * 2);"),
         wrong="attended",
     ),
     Mutant(
+        "merge: one warp's sums for those of four", one(TILE, "from + w * (kHeadDim * 4)", "from"), wrong="attended"
+    ),
+    Mutant("merge: dims as they lie", one(TILE, "(dim + (e ^ turn)) * 4", "(dim + e) * 4"), wrong="attended"),
+    Mutant(
         "merge: releases before it reads",
-        one(ATTENTION, READ, f"{EARLY}\n{READ}"),
+        one(TILE, READ, f"{EARLY}\n{READ}"),
         "deadlock race",
         says="attention.merge",
     ),
-    Mutant("merge: never releases", [(ATTENTION, RELEASE_STATS, ""), (ATTENTION, RELEASE, "")], wrong="empty slots"),
+    Mutant(
+        "merge: hands statistics back before the other warps have them",
+        one(TILE, MEET, f"{HANDED}\n{MEET}"),
+        "deadlock race unwritten",
+        says="attention.merge",
+    ),
+    Mutant("merge: does not meet", one(TILE, MEET, "if (!ok) return;"), "race unwritten", says="attention.merge"),
+    Mutant(
+        "merge: never releases",
+        [
+            (TILE, RELEASE, RELEASE.replace("counts(", "false && counts(")),
+            (TILE, STATS, STATS.replace("counts(", "false && counts(")),
+        ],
+        wrong="empty slots",
+    ),
     Mutant(
         "attend: says nothing of what it need not do",
-        one(ATTENTION, PUBLISH, PUBLISH.replace("Op::Partials", "if (live.has(slot)) Op::Partials")),
+        one(ATTENTION, DEAD, "u32 done = 0;"),
         "deadlock",
         says="attention.merge waits for channel 'attention_partials' (counter)",
         on=On(COUNTER, context=20),
     ),
     Mutant(
-        "attend: nothing of a slot that no token sees",
-        one(ATTENTION, NOTHING, ";"),
+        "merge: waits for slots that no token sees",
+        one(ATTENTION, "{ return live.has(slot); }", "{ return slot < Op::kChunks; }"),
         "deadlock",
         says="attention.merge waits for channel 'attention_partials'",
+    ),
+    # -- keys and values through the ring
+    Mutant(
+        "attend: queries of the first tokens",
+        one(ATTENTION, OWN_TOKEN, "g;"),
+        wrong="attended",
+        on=LONG,
+    ),
+    Mutant(
+        "attend: what the first tokens see",
+        one(ATTENTION, "columns(ctx, token);", "columns(ctx, 0);"),
+        wrong="attended",
+        on=LONG,
+    ),
+    Mutant(
+        "load: another head's keys",
+        one(ATTENTION, SLOT, SLOT.replace("unit.kv_head", "(unit.kv_head ^ 1)")),
+        **NAN,
+    ),
+    Mutant(
+        "load: values before keys",
+        one(
+            ATTENTION,
+            "{{Op::Keys::address(ctx, element), kSideBytes},",
+            "{{Op::Values::address(ctx, element), kSideBytes},",
+        ),
+        **NAN,
+    ),
+    Mutant("attend: weights are not turned", one(ATTENTION, TURNED, "(\n"), wrong="attended"),
+    Mutant(
+        "attend: values of rows that others have",
+        one(ATTENTION, "(below ^ row % 4)", "row % 4"),
+        wrong="attended",
+    ),
+    Mutant(
+        "attend: hands a stage back before its values are read",
+        [
+            (
+                ATTENTION,
+                "float o[kSteps][4] = {}, sum[4] = {};",
+                "float o[kSteps][4] = {}, sum[4] = {};\n        Ctx::Ring::release(ctx, s[0][0]);",
+            ),
+            (ATTENTION, "Ctx::Ring::release(ctx, consumed);", ""),
+        ],
+        "overwritten",
     ),
     # -- norms and rotations
     Mutant("attended: a norm over two halves", one(TILE, HALVES, HALVES.replace("8", "16", 1)), wrong="attended"),
@@ -248,12 +326,13 @@ class Layers(Bench):
 
     def checked(self, on: Variant) -> pipeline.Checked:
         assert isinstance(on, On)
-        key = repr((on.tp, on.choices, on.options))
+        tokens = max(5, on.tokens)
+        key = repr((on.tp, on.choices, on.options, tokens))
         if key not in self._checked:
             few = {"heads": 8 * on.tp, "kv_heads": 2 * on.tp, "window": WINDOW}
             options: Any = {"config": tiny(on.tp).model_copy(update=few), **on.options}
             request = pipeline.Request(
-                Path("muse_swa.py"), tp=on.tp, tokens=5, choices=dict(on.choices), options=options, tiny=True
+                Path("muse_swa.py"), tp=on.tp, tokens=tokens, choices=dict(on.choices), options=options, tiny=True
             )
             self._checked[key] = pipeline.check(request)
         return self._checked[key]
@@ -296,3 +375,31 @@ def test_the_fault_is_found(bench: Bench, mutant: Mutant) -> None:
     # where numbers tell, every seed sees the same ones
     on = mutant.on if isinstance(mutant.on, On) else CHAIN
     block.test_every_seed_finds_the_fault(bench, replace(mutant, seeds=(1,), on=on))
+
+
+@pytest.mark.parametrize(
+    "edits",
+    [[], one(TILE, AWAIT, "return true;"), one(KERNEL, AGED, "return true;"), one(TILE, ATTACH, "ctx.look();")],
+    ids=["as it is", "nobody waits", "what the launch before wrote is old", "a fence alone"],
+)
+def test_keys_of_the_launch_before_are_waited_for(bench: Bench, edits: Any) -> None:
+    """Layers in a row, where the launch before writes the newest keys that the next one reads."""
+    graph = bench.checked(CHAIN).graph
+    step = Step.chain(CHAIN.tokens, CHAIN.context)
+    texts = block.mutated(Mutant("", edits)) if edits else block.headers()
+    given = Inputs.random(graph, 1, CHAIN.tokens, 0, torch.device("cpu"), step)
+    library = bench.library(CHAIN, texts)
+    with World(bench.checked(CHAIN).plan, library, live=1, seed=1, race=True, layers=8) as world:
+        stack = Stack(world, [Weights.random(graph, 1, seed).packed for seed in range(2)], given.ranks, layers=2)
+        for rank in world.ranks:
+            rank.set_step(step)
+            rank.set_route_override(routes(8, CHAIN.tokens, pool=16))
+        stack.launch()
+        if not edits:
+            world.synchronize()
+            return
+        with pytest.raises(EmulationError) as caught:
+            world.synchronize()
+    assert isinstance(caught.value.report, Report)
+    assert caught.value.report.kind == "no_proxy_fence"
+    assert "attention.load" in caught.value.render()

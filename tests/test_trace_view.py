@@ -197,13 +197,14 @@ def test_what_a_run_says_of_its_plan() -> None:
     assert dict(run.facts)["stamps"] == "+2.00 µs (+2.5%)"
     assert run.floor == pytest.approx(sum(op.weight_bytes for op in plan.ops) / RATE / 1000, abs=0.001)
     titles = [w.title for w in run.blocks[0].warps]
-    assert titles[LOADER] == "loads weights"
+    assert titles[LOADER] == "loads for attention, loads weights"
     assert titles[REDUCER] == "reduce of 7 ops"
     assert titles[FINISHER] == "reduce of 7 ops, sum of all_reduce, finish of " + " and ".join(
         op.name for op in plan.ops if "finish" in op.roles
     )
     # kind, step, edge, slot, bytes, begin, end: the first of the producer's
-    assert next(b for b in run.blocks if b.block == 0).warps[LOADER].spans[0] == (0, 0, 0, 0, 0, 100, 4000)
+    loads = next(s.index for s in run.steps if (s.op, s.call) == ("o_proj", "load_weights"))
+    assert next(b for b in run.blocks if b.block == 0).warps[LOADER].spans[0] == (0, loads, 0, 0, 0, 100, 4000)
 
 
 def test_the_floor_follows_the_experts_of_the_trace() -> None:

@@ -16,6 +16,7 @@ from megagen.trace.spans import LAUNCH, SPAN, Facts, Kind, Trace
 
 ROOT = Path(__file__).resolve().parent.parent
 HOP = 700  # ns, of what goes from a block to another
+FIRST = 300  # ns, when weights are first asked for
 LATENCY = 1_500  # ns from a load's issue until it has landed, at least
 NOTICED = 64  # ns: shorter waits leave no span
 Wait = tuple[str, int, int] | tuple[str, int, int, int]
@@ -152,7 +153,7 @@ class _Simulated:
         self.done: dict[str, NDArray[np.int64]] = {}  # channel -> when written, by place
         self.free = np.full((plan.launch.warps, self.places), 900)  # every warp attaches until then
         self.emptied: list[list[int]] = [[] for _ in range(self.places)]  # when a stage's math was done, in order
-        self.asked = np.full(self.places, 300)
+        self.asked = np.full(self.places, FIRST)
         self.accum = [0] * self.places
 
     def spans(self) -> list[tuple[int, ...]]:
@@ -164,9 +165,15 @@ class _Simulated:
                 self._span(place, program.first + w, attach, Kind.JOB, 0, 900)
         for op in self.plan.ops:
             for spec in op.specs:
-                if spec.name in op.roles and not (spec.stream or spec.ring or spec.accum):
+                if spec.name not in op.roles:
+                    continue
+                if spec.stream and spec.name == "load":  # keys are there at once
+                    step = self.steps[op.name, spec.name].index
+                    for place in range(self.places):
+                        self._span(place, op.roles[spec.name][0], step, Kind.JOB, 0, FIRST)
+                elif "load" in op.roles or not (spec.stream or spec.ring or spec.accum):
                     self._plain(op, spec.name)
-                elif spec.name in op.roles and spec.ring:
+                elif spec.ring:
                     self._gemm(op)
         return self.made
 
@@ -235,7 +242,7 @@ class _Simulated:
         for place in range(self.places):
             n = self._share(total, place)
             known = int(self.done["table"][place]) if routed else 0
-            began = self.asked[place] if self.asked[place] > 300 else 0
+            began = self.asked[place]
             asked = max(int(self.asked[place]), known)
             if routed and known > began:
                 self._span(place, producer, load.index, Kind.WAIT, int(began), known, self.edges["table_ready"])

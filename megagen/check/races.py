@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations, combinations_with_replacement
 from typing import NamedTuple, NoReturn
 
-from megagen.check.finding import Finding, proved, refuse, title
+from megagen.check.finding import Finding, placed, proved, refuse, title
 from megagen.check.happens import LAUNCHES, At, Happens
 from megagen.ir.graph import Scope
 from megagen.ir.plan import ChannelPlan, Plan, Reset, StepPlan, SyncKind
@@ -251,8 +251,15 @@ def _tensors(happens: Happens, touched: dict[At, frozenset[Touch]]) -> int:
     """Of one launch by name; of two launches any, since one's output is the other's input.
 
     Of two launches even what both read: the one before may be another Plan's, and write it. So whatever a launch does
-    to a tensor comes after all launches before it, and what is proved of one Plan holds for Plans in a row.
+    to a tensor comes after all launches before it, and what is proved of one Plan holds for Plans in a row. But for
+    roles that wait by themselves (``RoleSpec.ahead``): what they read before is older than the launch before.
     """
+    roles = placed(happens.plan)
+
+    def ahead(step: StepPlan) -> bool:
+        spec = roles.get((step.op or "", step.call))
+        return spec is not None and spec.ahead
+
     uses: dict[int, dict[tuple[str, int], list[Access]]] = defaultdict(lambda: defaultdict(list))
     for at, step in happens.steps.items():
         if at.rank == 0 and at.launch < 2:
@@ -271,7 +278,7 @@ def _tensors(happens: Happens, touched: dict[At, frozenset[Touch]]) -> int:
     for a in first:
         for b in second:
             pairs += {a.verb, b.verb} != {"read"}
-            if not happens.before(a.at, b.at):
+            if not happens.before(a.at, b.at) and not ahead(b.step):
                 _unordered(Problem(_pair("a tensor", a, b), (a.step, b.step)))
     return pairs
 

@@ -48,14 +48,14 @@ def resources(plan: Plan) -> Iterator[Finding]:
 
 
 def _named_barriers(plan: Plan) -> set[int]:
-    """That of __syncthreads, the one that says that the mbarriers are made, and one a warpgroup that multiplies."""
-    multiply = (
+    """That of __syncthreads, the one that says that the mbarriers are made, and one each four warps that meet."""
+    meet = (
         op.roles.get(spec.name, ())
         for op in plan.ops
         for spec in op.specs
-        if spec.warpgroups and op.constants.get("kWarpgroups")
+        if spec.fours or (spec.warpgroups and op.constants.get("kWarpgroups"))
     )
-    return {0, 1} | {2 + warp // 4 for group in multiply for warp in group}
+    return {0, 1} | {2 + warp // 4 for group in meet for warp in group}
 
 
 def _guess(plan: Plan) -> Iterator[Finding]:

@@ -55,10 +55,13 @@ def _tensors(plan: Plan, op: OpPlan, s: StreamPlan) -> None:
     if s.tensors != read or not s.tensors or not {*s.tensors} <= {*given}:
         streamed = ", ".join(s.tensors) or "nothing"
         refuse(RULE, f"{op.name} streams {streamed}, which are not the inputs that its producer reads", op.source)
-    sizes = {math.prod(given[t].shape) * int((given[t].dtype or DType.BF16).bits) // 8 for t in s.tensors}
-    if plan.ring.stages < 2:
-        refuse(RULE, f"{op.name} holds two stages at once, and the ring has one", plan.ring.source)
-    if len(sizes) != 1 or next(iter(sizes)) % (s.stage_bytes // len(s.tensors)) or s.stage_bytes % len(s.tensors):
+    wide = {t: int((given[t].dtype or DType.BF16).bits) for t in s.tensors}
+    sizes = {math.prod(given[t].shape) * wide[t] // 8 for t in s.tensors}
+    part = s.stage_rows * s.stage_k * max(wide.values()) // 8
+    if plan.ring.stages < s.held:
+        holds = "two" if s.held == 2 else s.held
+        refuse(RULE, f"{op.name} holds {holds} stages at once, and the ring has {plan.ring.stages}", plan.ring.source)
+    if len(sizes) != 1 or next(iter(sizes)) % part or s.stage_bytes != part * len(s.tensors):
         refuse(
             RULE, f"{s.stage_bytes} bytes of {', '.join(s.tensors)} of {op.name} are no equal parts of whole stages",
             op.source,

@@ -36,7 +36,9 @@ def roles(plan: Plan) -> Iterator[Finding]:
         yield from _copies(plan, kernel)
     n = sum(len(op.specs) for op in plan.ops)
     yield proved(RULE, f"{n} roles on {plan.launch.warps} warps: each on as many as it takes, and run there once")
-    yield proved(RULE, "every warp waits for the launch before this one before it reads anything but weights")
+    waiting = "every warp waits for the launch before this one before it reads anything but weights"
+    ahead = [f"{op.name}.{spec.name}" for op in plan.ops for spec in op.specs if spec.ahead]
+    yield proved(RULE, "; ".join((waiting, *(f"{name} waits by itself" for name in ahead))))
     yield proved(RULE, "no block leaves while its bulk loads are under way, and the launch is counted once")
 
 
@@ -133,10 +135,11 @@ def _ran(plan: Plan, kernel: KernelPlan) -> None:
 
 
 def _early(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], step: StepPlan) -> bool:
-    """What may run before a warp has waited for the launches before this one: it touches only weights and code."""
+    """What may run before a warp has waited for the launch before: it touches weights and code, or waits by itself."""
     if step.call == PREFETCH:  # of what a cache holds, it must know how much that is
         return plan.op(step.op or "").stream is not None
-    return step.call in WARMS or (plan.loads(step) and not specs[step.op or "", step.call].reads)
+    spec = specs.get((step.op or "", step.call))
+    return step.call in WARMS or (plan.loads(step) and spec is not None and (spec.ahead or not spec.reads))
 
 
 def _frame(plan: Plan, specs: Mapping[tuple[str, str], RoleSpec], program: ProgramPlan) -> None:

@@ -144,12 +144,13 @@ class RoleSpec(Frozen):
     ``warps``: the counts it accepts. ``align``: the first warp's index must divide by it (4 for a warpgroup).
     ``reads`` / ``writes``: ports (keys of ``Op.inputs`` and ``Op.outputs``, an op may read its own outputs).
     ``every_block``: runs in each block (block-scope outputs), else its tiles are spread over the blocks.
-    ``stream``: loads the op's weight through the ring, or if it has none the tensors that the role reads; ``ring``:
-    consumes it; ``accum``: 'out' hands accumulators to the op's reduce role through shared memory, 'in' takes them.
+    ``stream``: loads the op's weight through the ring, or if it has none the tensors that the role reads; ``ahead``:
+    waits for the launch before by itself, where that may have written what it reads; ``ring``: consumes the stream;
+    ``accum``: 'out' hands accumulators to the op's reduce role through shared memory, 'in' takes them.
     ``hands_back``: ports of which it reads each element in one block only, and which it can empty for the next launch.
-    ``regions``: purposes of :meth:`Op.shared` that it uses. ``warpgroups``: its products can be those of whole
-    warpgroups. ``registers``: below this many a thread ptxas spills (seen in the op's own kernel on sm_90a); 0: any
-    number will do.
+    ``regions``: purposes of :meth:`Op.shared` that it uses. ``fours``: its warps meet four at a time, each four at a
+    named barrier. ``warpgroups``: its products can be those of whole warpgroups, which meet likewise. ``registers``:
+    below this many a thread ptxas spills (seen in the op's own kernel on sm_90a); 0: any number will do.
     """
 
     name: str
@@ -159,17 +160,19 @@ class RoleSpec(Frozen):
     writes: tuple[str, ...] = ()
     every_block: bool = False
     stream: bool = False
+    ahead: bool = False
     ring: bool = False
     accum: str | None = None
     hands_back: tuple[str, ...] = ()
     regions: tuple[str, ...] = ()
+    fours: bool = False
     warpgroups: bool = False
     registers: int = 0
 
     @property
     def meets(self) -> bool:
-        """Whether its warps share the op's scratch, and so meet at a barrier of their own. A warp alone needs none."""
-        return "scratch" in self.regions and max(self.warps) > 1
+        """Whether all its warps share the op's scratch, and so meet at a barrier of their own. One alone needs none."""
+        return "scratch" in self.regions and max(self.warps) > 1 and not self.fours
 
     @property
     def rehearsable(self) -> bool:
@@ -250,7 +253,7 @@ class Op(Frozen, ABC):
         return {}
 
     def stage(self) -> Mapping[str, int] | None:
-        """Shape of a ring stage of this op's stream, or None: rows, k, bytes, per_tile."""
+        """Shape of a ring stage of this op's stream, or None: rows, k, bytes, per_tile; held, if several at once."""
         return None
 
     @property

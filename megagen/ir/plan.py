@@ -179,12 +179,13 @@ class ProgramPlan(Frozen):
 
 class StreamPlan(Frozen):
     """A weight on its way through the ring, or ``tensors`` that are given to the launch: tiles of ``per_tile`` stages
-    of ``stage_bytes``."""
+    of ``stage_bytes``, of which those who read them hold ``held`` at a time."""
 
     weight: str  # "": tensors
     tensors: tuple[str, ...] = ()
     stage_bytes: int
     per_tile: int
+    held: int = 1
     stage_rows: int
     stage_k: int
     hint: Hint = Hint.EVICT_NORMAL

@@ -345,7 +345,8 @@ class _Lowering:
             stream = StreamPlan(
                 weight=weight.name if weight else "",
                 tensors=tuple(ports[p] for p in producer.reads) if producer and not weight else (),
-                stage_bytes=stage["bytes"], per_tile=stage["per_tile"], stage_rows=stage["rows"], stage_k=stage["k"],
+                stage_bytes=stage["bytes"], per_tile=stage["per_tile"], held=stage.get("held", 1),
+                stage_rows=stage["rows"], stage_k=stage["k"],
                 hint=hint, l2_hint=Hint.EVICT_NORMAL, source=source(loc),
             )  # fmt: skip
         pointers = {port: w.name for port, w in op.weights.items()}
@@ -477,8 +478,11 @@ class _Lowering:
         return StepPlan(op=None, call=call, args=(min(w.blocks, self.blocks),), index=0, source=source(w.loc))
 
     def _early(self, step: StepPlan) -> bool:
-        """Whether a step streams a weight, and waits for nothing to know which of it."""
-        return (step.op, step.call) in self.producers and not self.g.op(step.op or "").role(step.call).reads
+        """Whether a step streams a weight, and waits for nothing to know which of it, or waits by itself."""
+        if (step.op, step.call) not in self.producers:
+            return False
+        spec = self.g.op(step.op or "").role(step.call)
+        return spec.ahead or not spec.reads
 
     def _tables_first(self, op: Op, warp: int, channels: dict[str, ChannelPlan]) -> list[StepPlan]:
         """A kernel of its own has to rebuild what its op reads from shared memory."""

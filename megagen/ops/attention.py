@@ -1,9 +1,10 @@
 """Attention of a launch's tokens over a sliding window of cached keys, normed and gated: what o_proj multiplies.
 
-The caches are rings of chunks of 64 numbers. Work unit: a query head and a chunk, all tokens at once. The attend role
-gives each token's softmax over the chunk unnormalised, nothing at all for a slot that no token sees; the merge role
-adds all slots, even ones and odd ones in ascending order, the odd sum to the even one. A token's chunks and their slots
-follow from absolute numbers alone, so its bits do not depend on the launch that it comes in.
+The caches are rings of chunks of 64 numbers. Work unit: a chunk and four query heads that share it, whose keys and
+values pass through the block's ring; each warp has a head and eight tokens. The attend role gives each token's softmax
+over the chunk unnormalised; the merge role adds all slots that some token sees, even ones and odd ones in ascending
+order, the odd sum to the even one. A token's chunks and their slots follow from absolute numbers alone, and what it
+does not see leaves its sums as they were, so its bits do not depend on the launch that it comes in.
 """
 
 from __future__ import annotations
@@ -41,6 +42,11 @@ def held(cache: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     return view[index].flatten(2).transpose(0, 1)
 
 
+def merge_scratch(head_dim: int) -> int:
+    """Bytes of the sums of eight merging warps: two rounds, so that a fast warp overwrites nothing."""
+    return 2 * 8 * head_dim * 4
+
+
 class Attention(Op):
     """``heads`` and ``kv_heads`` are rank-local; a token sees ``window`` positions, its own included.
 
@@ -63,12 +69,13 @@ class Attention(Op):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
+            RoleSpec(name="load", warps=(1,), reads=("keys", "values"), stream=True, ahead=True),
             RoleSpec(
-                name="attend", warps=(8,), align=4, reads=("q", "keys", "values"), writes=("partials",), registers=136
+                name="attend", warps=(8,), align=4, reads=("q",), writes=("partials",), ring=True, registers=136
             ),
             RoleSpec(
                 name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",),
-                hands_back=("partials",), registers=128,
+                hands_back=("partials",), regions=("scratch",), fours=True, registers=96,
             ),
         )  # fmt: skip
 
@@ -82,8 +89,14 @@ class Attention(Op):
             "kEps": self.eps,
         }
 
+    def stage(self) -> Mapping[str, int]:
+        return {"rows": CHUNK, "k": self.head_dim, "bytes": 2 * CHUNK * self.head_dim * 2, "per_tile": 1}
+
+    def shared(self) -> Mapping[str, int]:
+        return {"scratch": merge_scratch(self.head_dim)}
+
     def publishes(self, role: str) -> tuple[int, Per]:
-        return (self.chunks * self.heads, "launch") if role == "attend" else (self.heads, "token")
+        return (self.chunks * self.heads * 2, "launch") if role == "attend" else (self.heads, "token")
 
     def cost(self, routing: Routing) -> Cost:
         """The window is full; what tokens share is read once."""

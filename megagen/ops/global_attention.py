@@ -17,7 +17,7 @@ from pydantic import model_validator
 
 from megagen.errors import ScheduleError, here
 from megagen.ir.graph import Cost, Op, Per, RoleSpec, Routing
-from megagen.ops.attention import CHUNK, held
+from megagen.ops.attention import CHUNK, held, merge_scratch
 
 if TYPE_CHECKING:
     import torch
@@ -88,14 +88,14 @@ class GlobalAttention(Op):
 
     def roles(self) -> tuple[RoleSpec, ...]:
         return (
-            RoleSpec(name="load", warps=(1,), reads=("keys", "values"), stream=True),
+            RoleSpec(name="load", warps=(1,), reads=("keys", "values"), stream=True, ahead=True),
             RoleSpec(
                 name="attend", warps=(8,), align=4, reads=("q",), writes=("partials",), ring=True, warpgroups=True,
                 registers=184,
             ),
             RoleSpec(
                 name="merge", warps=(8,), align=4, reads=("partials", "gate"), writes=("out",),
-                hands_back=("partials",), registers=112,
+                hands_back=("partials",), regions=("scratch",), fours=True, registers=112,
             ),
         )  # fmt: skip
 
@@ -109,9 +109,12 @@ class GlobalAttention(Op):
             "kEps": self.eps,
         }
 
+    def shared(self) -> Mapping[str, int]:
+        return {"scratch": merge_scratch(self.head_dim)}
+
     def stage(self) -> Mapping[str, int]:
         rows = STAGE_CHUNKS * CHUNK
-        return {"rows": rows, "k": self.head_dim, "bytes": 2 * rows * self.head_dim * 2, "per_tile": 1}
+        return {"rows": rows, "k": self.head_dim, "bytes": 2 * rows * self.head_dim * 2, "per_tile": 1, "held": 2}
 
     def publishes(self, role: str) -> tuple[int, Per]:
         return (spans(self.capacity) * self.heads, "launch") if role == "attend" else (self.heads, "token")

@@ -54,10 +54,11 @@ extern "C" __global__ void matrix_loads(const __grid_constant__ Params<2> p) {
         ptx::ldmatrix_x4_trans(turned, row);
         ptx::ldmatrix_x2(two, row);
         for (u32 i = 0; i < 4; ++i) {
-            ptx::st_global_u32(p.out + 10 * at + i, four[i]);
-            ptx::st_global_u32(p.out + 10 * at + 4 + i, turned[i]);
+            ptx::st_global_u32(p.out + 11 * at + i, four[i]);
+            ptx::st_global_u32(p.out + 11 * at + 4 + i, turned[i]);
         }
-        ptx::st_global_u32(p.out + 10 * at + 8, two[0]);
-        ptx::st_global_u32(p.out + 10 * at + 9, two[1]);
+        ptx::st_global_u32(p.out + 11 * at + 8, two[0]);
+        ptx::st_global_u32(p.out + 11 * at + 9, two[1]);
+        ptx::st_global_u32(p.out + 11 * at + 10, ptx::movmatrix_trans(four[0]));
     }
 }

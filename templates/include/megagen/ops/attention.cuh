@@ -1,7 +1,9 @@
-// Attention over a ring of chunks of 64 keys, up to 16 tokens of a head at once. See megagen/ops/attention.py.
+// Attention over a window of cached keys, chunks of 64, up to 16 tokens at once. See megagen/ops/attention.py.
 #pragma once
 
 #include <megagen/ops/attention_tile.cuh>
+#include <megagen/ops/stream.cuh>
+#include <megagen/sync/barrier.cuh>
 
 namespace megagen::ops {
 
@@ -13,6 +15,9 @@ concept AttentionPolicy = requires {
     Op::kWindow;
     Op::kScale;
     Op::kEps;
+    Op::kStageBytes;
+    Op::kHint;
+    Op::kScratch;
     typename Op::Q;
     typename Op::Gate;
     typename Op::Keys;
@@ -21,16 +26,31 @@ concept AttentionPolicy = requires {
     typename Op::Out;
 };
 
-// No lane permutes anything: in all operands lane (g, t) has 16 consecutive elements, the keys' order within a chunk
-// and the dims' within a head being free as long as both sides of a product agree. Column g of tile n is key, or dim,
-// 16 (g / 2) + 2 n + g % 2, so that lane t gets 16 t .. 16 t + 15 in all.
+// A block has a chunk at a time, for a team of heads that share it: each warp has one of them, and half of the tokens.
+// 33 chunks of 2 kv heads of 8, in teams of 4, are a unit for each of 132 blocks.
 //
-// Partials: rows (slot, head, token) of 64 weighted sums of V, then the largest score and the sum of weights.
+// Bytes: 16 KB a unit, of which the producer asks for what is old before the launch before has ended. So what attention
+// waits for when it begins is its queries.
+//
+// Tokens are the columns of both products, S' = K Q' and O' = V' P': eight of them fill an MMA, as rows they would fill
+// half of one. Keys and values are left sides, which come by ldmatrix as they are; weights are turned in between. All
+// of it is met once a launch, and what that costs is its instructions: there are few.
+//
+// Partials: rows (slot, head, token) of 64 weighted sums of V, then the largest score and the sum of weights. Of each
+// four sums in a row the e-th is of dim e ^ m, where m is the row of a piece of V that a lane reads first: lanes begin
+// with different ones, so that no two read one bank.
 template <AttentionPolicy Op>
 struct Attention : AttentionTile {
     static constexpr u32 kWarps = 8;
+    static constexpr u32 kTeam = 4; // heads
+    static constexpr u32 kGroup = Op::kHeads / Op::kKvHeads;
+    static constexpr u32 kTeams = (kGroup + kTeam - 1) / kTeam; // of a kv head
     static constexpr u32 kWidth = Op::kHeads * kHeadDim;
+    static constexpr u32 kSideBytes = kKeyChunk * kHeadDim * 2; // of keys, and of values
+    static constexpr u32 kPieceBytes = kPiece * 2, kPieces = 8; // in a row of a chunk's
+    static constexpr float kBinary = kLog2E * Op::kScale;       // of scores
     static_assert(Op::kHeads % Op::kKvHeads == 0, "a group of heads shares keys");
+    static_assert(Op::kStageBytes == 2 * kSideBytes, "a stage is keys and values of a chunk");
     static_assert(!Op::Partials::kClustered, "partial results are read by other blocks");
 
     // Keys that some token of this launch sees have numbers first .. end - 1, in chunks begin .. begin + chunks - 1.
@@ -49,194 +69,227 @@ struct Attention : AttentionTile {
             , begin(first / kKeyChunk)
             , chunks((end - 1) / kKeyChunk - begin + 1) {}
 
-        __device__ __forceinline__ u32 slot() const { return begin % Op::kChunks; } // of the first
-
-        // How many chunks after the first the one in `slot` is.
-        __device__ __forceinline__ u32 after(u32 slot) const {
-            const u32 s = this->slot();
-            return slot >= s ? slot - s : slot + Op::kChunks - s;
+        // Whether some token sees something of what is in a slot. There may be none of that number.
+        __device__ __forceinline__ bool has(u32 slot) const {
+            const u32 oldest = begin % Op::kChunks;
+            return slot < Op::kChunks && (slot < oldest ? slot + Op::kChunks : slot) - oldest < chunks;
         }
-        __device__ __forceinline__ bool has(u32 slot) const { return slot < Op::kChunks && after(slot) < chunks; }
+
+        template <class Ctx>
+        __device__ __forceinline__ Range units(const Ctx& ctx) const {
+            return share_of(chunks * Op::kKvHeads * kTeams, ctx.block, Ctx::Kernel::kBlocks);
+        }
+    };
+
+    struct Unit {
+        u32 chunk;
+        u32 slot;
+        u32 kv_head;
+        u32 team; // of its kv head's
+
+        __device__ __forceinline__ Unit(const Live& live, u32 i)
+            : chunk(live.begin + i / (Op::kKvHeads * kTeams))
+            , slot(chunk % Op::kChunks)
+            , kv_head(i / kTeams % Op::kKvHeads)
+            , team(i % kTeams) {}
     };
 
     // The first number that a token sees.
     MEGAGEN_DEVICE u32 oldest(u32 position) { return position + 1 > Op::kWindow ? position + 1 - Op::kWindow : 0; }
 
-    // Warps kFirstWarp .. kFirstWarp + 7, each a head and a slot at a time. Of a slot that no token sees too: those who
-    // merge do not tell one from the others.
+    // The producer: a stage for each of the block's units, ascending.
+    template <u32 kFirst, u32 kLast, u32 kInFlight, class Ctx>
+    MEGAGEN_DEVICE void load(Ctx& ctx) {
+        static_assert(kFirst == 0 && kLast == kWhole, "a stream of tensors comes in one piece");
+        constexpr Hint kHint = static_cast<Hint>(Op::kHint);
+        ctx.look();
+        bool attached = false;
+        const Live live(ctx);
+        const Range mine = live.units(ctx);
+        const u64 policy = cache_policy<kHint>();
+#pragma unroll 1
+        for (u32 i = mine.first; i < mine.last; ++i) {
+            const Unit unit(live, i);
+            if (!await_keys<Op>(ctx, (unit.chunk + 1) * kKeyChunk, attached)) return;
+            const u64 element = static_cast<u64>(unit.kv_head * Op::kChunks + unit.slot) * (kKeyChunk * kHeadDim);
+            const Piece pieces[2] = {{Op::Keys::address(ctx, element), kSideBytes},
+                                     {Op::Values::address(ctx, element), kSideBytes}};
+            if (!Ctx::Ring::template load<kInFlight, kHint>(ctx, pieces, policy)) return;
+        }
+    }
+
+    // Warps kFirstWarp .. kFirstWarp + 7, each a head of the team and tokens 0 .. 7 or 8 .. 15. Who has no such head,
+    // or no tokens, hands the stages on.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void attend(Ctx& ctx) {
-        if (!Op::Q::wait(ctx) || !Op::Keys::wait(ctx) || !Op::Values::wait(ctx)) return;
-        const Range mine = ctx.rounds(share_of(Op::kChunks * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
+        if (!Op::Q::wait(ctx)) return;
+        const u32 warp = ctx.warp - kFirstWarp, token = warp / kTeam * 8;
         const Live live(ctx);
-        const Rows rows(ctx);
+        const Range mine = live.units(ctx);
+        // Nobody works on slots that no token sees, and those who read the others count them.
+        const Range idle = share_of((Op::kChunks - live.chunks) * Op::kHeads * 2, ctx.block * kWarps + warp,
+                                    Ctx::Kernel::kBlocks * kWarps);
+        u32 done = idle.last - idle.first;
 #pragma unroll 1
-        for (u32 unit = mine.first + ctx.warp - kFirstWarp; unit < mine.last; unit += kWarps) {
-            const u32 slot = unit / Op::kHeads, head = unit % Op::kHeads;
-            if (!live.has(slot))
-                send_nothing(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens);
-            else if (!attend(ctx, live, rows, slot, head))
-                return;
-            Op::Partials::publish(ctx);
-        }
-    }
-
-    // Both tokens' queries of a head; zeros past the launch's tokens. A product's left side is four registers in a row:
-    // those of a load would be copied before every product, those of a choice are made there.
-    template <class Ctx>
-    MEGAGEN_DEVICE bool chosen_queries(Ctx& ctx, u32 head, u32 (&a)[2][kWords]) {
-#pragma unroll
-        for (u32 h = 0; h < 2; ++h) {
-            const u32 token = ctx.lane / 4 + 8 * h;
-            const bool valid = token < ctx.tokens;
-            const u32 first = (valid ? token : 0) * kWidth + head * kHeadDim + ctx.lane % 4 * 16;
-            uint4 q[2];
-            if (!Op::Q::read(ctx, q, true, [=](u32 i) { return first + i * 8; })) return false;
-            words_of(q, 0, a[h]);
-#pragma unroll
-            for (u32 i = 0; i < kWords; ++i) a[h][i] = valid ? a[h][i] : 0;
-        }
-        return true;
-    }
-
-    // What send_partials sends, of no keys: a lane has four dims of a token, then one its largest score and sum.
-    template <class Ctx>
-    MEGAGEN_DEVICE void send_nothing(const Ctx& ctx, u32 first) {
-        const u32 e = ctx.lane * 4, none = e < kHeadDim ? 0 : kNone;
-#pragma unroll 1
-        for (u32 token = 0; token < ctx.tokens; ++token) {
-            if (e <= kHeadDim) Op::Partials::send(ctx, first + token, e, uint4{none, 0, 0, 0});
-        }
-    }
-
-    template <class Ctx>
-    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Rows& rows, u32 slot, u32 head) {
-        const u32 g = ctx.lane / 4, t = ctx.lane % 4;
-        const u32 start = (live.begin + live.after(slot)) * kKeyChunk;
-        const u32 chunk = (head / (Op::kHeads / Op::kKvHeads) * Op::kChunks + slot) * kKeyChunk;
-        const u32 own = chunk * 64 + g / 2 * 16 * kPiece + t * 2 * kPiece + g % 2 * 8;
-        const auto fragment = [=](u32 i) { return own + i / 8 * 8 * kPiece + i % 2 * kPiece + i / 2 % 4 * 16; };
-        u32 a[2][kWords];
-        uint4 k[2 * kTiles], v[2 * kTiles];
-        if (!chosen_queries(ctx, head, a) || !Op::Keys::read(ctx, k, true, fragment)) return false;
-
-        float s[kTiles][4] = {}; // rows g (0, 1) and g + 8 (2, 3), keys 16 t + 2 n and the next
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) multiply(s, half, left_of(a), k, half * kTiles);
-        // Values are asked for when the keys do not need their registers any more.
-        if (ptx::never_true(s[0][0] + s[kTiles - 1][0]) || !Op::Values::read(ctx, v, true, fragment)) return false;
-        const bool whole = start + kKeyChunk <= ctx.context && start + Op::kWindow > ctx.context + 15;
-        float most[2] = {}, sum[2] = {};
-        u32 p[kTiles][2] = {};
-#pragma unroll 1
-        for (u32 h = ctx.tokens > 8 ? 2 : 1; h-- > 0;) { // rolled, or it would be twice the code
-            float x[kTiles][4];
-#pragma unroll
-            for (u32 n = 0; n < kTiles; ++n)
-                x[n][0] = row_of(h, s[n][0], s[n][2]), x[n][1] = row_of(h, s[n][1], s[n][3]);
-            if (!whole) {
-                const u32 position = row_of(h, rows.position[0], rows.position[1]);
-                mask(seen(ctx, oldest(position), row_of(h, rows.ancestors[0], rows.ancestors[1]), start + t * 16), x);
+        for (u32 i = mine.first; i < mine.last; ++i) {
+            const Unit unit(live, i);
+            const u32 own = unit.team * kTeam + warp % kTeam, head = unit.kv_head * kGroup + own;
+            const bool has = kGroup % kTeam == 0 || own < kGroup;
+            if (has && token < ctx.tokens) {
+                if (!attend(ctx, live, unit, head, token)) return;
+            } else {
+                if (!Ctx::Ring::acquire(ctx)) return;
+                Ctx::Ring::release(ctx);
             }
+            done += has ? 1 : 0;
+        }
+        Op::Partials::publish(ctx, done);
+    }
+
+    // What this lane must know of its tokens, from the warp's first one on: 2 t and the next.
+    struct Columns {
+        u32 position[2];
+        u32 ancestors[2];
+
+        template <class Ctx>
+        __device__ __forceinline__ explicit Columns(const Ctx& ctx, u32 first) {
 #pragma unroll
-            for (u32 n = 0; n < kTiles; ++n) p[n][1] = p[n][0];
-            most[1] = most[0], sum[1] = sum[0];
-            most[0] = quad_max(most_of(x, 0, x[0][0]));
-            const float shift = most[0] == __uint_as_float(kNone) ? 0.0f : -(most[0] * Op::kScale);
-            sum[0] = quad_sum(weights_of(x, 0, Op::kScale, shift, 0, p));
+            for (u32 e = 0; e < 2; ++e) {
+                const u32 token = first + ctx.lane % 4 * 2 + e;
+                position[e] = ctx.position(token);
+                ancestors[e] = ctx.ancestors(token);
+            }
+        }
+    };
+
+    // A unit's stage for a head and eight tokens from `token` on. Of scores this lane has keys 8 k + g of tokens 2 t
+    // and the next, k = 2 i + h; of sums dims dim(k) of the same tokens.
+    template <class Ctx>
+    MEGAGEN_DEVICE bool attend(Ctx& ctx, const Live& live, const Unit& unit, u32 head, u32 token) {
+        const u32 g = ctx.lane / 4, start = unit.chunk * kKeyChunk, after = start + kKeyChunk;
+        // Past the launch's tokens stands its last one, for nobody.
+        const u32 own = token + g < ctx.tokens ? token + g : ctx.tokens - 1;
+        const u64 query = own * kWidth + head * kHeadDim;
+        const auto part = [=](u32 i) { return query + 8 * i; };
+        uint4 of[kWords];
+        Op::Q::template ask<kWords>(ctx, of, part);
+        const Columns columns(ctx, token);
+        if (!Ctx::Ring::acquire(ctx) || !Op::Q::take(ctx, of, part)) return false;
+        u32 q[kWords];
+        own_words(ctx, of, q);
+        const u32 stage = Ctx::Ring::stage(ctx);
+
+        // Lanes 8 i .. 8 i + 7 name the rows of piece i of four: two below each other, then those beside them.
+        const u32 row = ctx.lane % 8, below = ctx.lane / 8 % 2, beside = ctx.lane / 16;
+        const u32 keys = stage + (below * kPieces + beside) * kPieceBytes + row * 16;
+        float s[kSteps][4] = {};
+#pragma unroll
+        for (u32 j = 0; j < kSteps; ++j) {
+#pragma unroll
+            for (u32 i = 0; i < kSteps; ++i) {
+                u32 k[4];
+                ptx::ldmatrix_x4(k, keys + (2 * i * kPieces + 2 * j) * kPieceBytes);
+                ptx::mma_m16n8k16_bf16(s[i], k[0], k[1], k[2], k[3], q[2 * j], q[2 * j + 1]);
+            }
+        }
+        const bool whole = after <= ctx.context && start + Op::kWindow > ctx.context + kMostTokens - 1;
+        if (!whole) hide(ctx, columns, start, s);
+        float most[2], by[2];
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e) {
+            most[e] = largest(s, e);
+            by[e] = most[e] == __uint_as_float(kNone) ? 0.0f : -(most[e] * kBinary);
+        }
+        u32 p[kSteps][2]; // of step j keys 16 j + 2 t and the next, and those 8 farther, of token g
+#pragma unroll
+        for (u32 i = 0; i < kSteps; ++i) {
+#pragma unroll
+            for (u32 h = 0; h < 2; ++h)
+                p[i][h] = ptx::movmatrix_trans(
+                    ptx::cvt_bf16x2(power<Op>(s[i][2 * h], by[0]), power<Op>(s[i][2 * h + 1], by[1])));
         }
 
-        if (start < live.first || start + kKeyChunk > live.end) drop_unseen(live.first, live.end, start + t * 16, v);
-        float o[kTiles][4] = {};
+        const u32 values =
+            stage + kSideBytes + (row % 4 * kPieces + beside) * kPieceBytes + (row / 4 * 4 + (below ^ row % 4)) * 16;
+        const bool edge = start < live.first || after > live.end;
+        float o[kSteps][4] = {}, sum[4] = {};
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) multiply(o, half, left_of(p), v, half * kTiles);
-        send_partials<typename Op::Partials, 1>(ctx, (slot * Op::kHeads + head) * Ctx::Kernel::kTokens, o, most, sum,
-                                                [=](u32 n) { return t * 16 + 2 * n; });
+        for (u32 j = 0; j < kSteps; ++j) {
+            u32 v[kSteps][4];
+#pragma unroll
+            for (u32 i = 0; i < kSteps; ++i)
+                ptx::ldmatrix_x4(v[i], (values ^ i % 2 * 32) + (i / 2 * 4 * kPieces + 2 * j) * kPieceBytes);
+            if (edge) drop_unseen(ctx, live, start + 16 * j, v);
+#pragma unroll
+            for (u32 i = 0; i < kSteps; ++i)
+                ptx::mma_m16n8k16_bf16(o[i], v[i][0], v[i][1], v[i][2], v[i][3], p[j][0], p[j][1]);
+            ptx::mma_m16n8k16_bf16(sum, kOnes, kOnes, kOnes, kOnes, p[j][0], p[j][1]);
+        }
+        float consumed = 0; // every product of values is in it, and theirs are weights of all keys
+#pragma unroll
+        for (u32 i = 0; i < kSteps; ++i) consumed += o[i][0];
+        Ctx::Ring::release(ctx, consumed);
+
+        const u32 first = (unit.slot * Op::kHeads + head) * Ctx::Kernel::kTokens, dim = 8 * (g % 4) + g / 4 * 4;
+#pragma unroll
+        for (u32 e = 0; e < 2; ++e) {
+            const u32 at = token + ctx.lane % 4 * 2 + e;
+            if (at >= ctx.tokens) break;
+            const auto word = [&](u32 k) { return __float_as_uint(o[k / 2][2 * (k % 2) + e]); };
+#pragma unroll
+            for (u32 k = 0; k < kTiles; k += 4)
+                Op::Partials::send(ctx, first + at, 8 * k + dim, uint4{word(k), word(k + 1), word(k + 2), word(k + 3)});
+            if (g == e)
+                Op::Partials::send(ctx, first + at, kHeadDim,
+                                   uint4{__float_as_uint(most[e]), __float_as_uint(sum[e]), 0, 0});
+        }
         return true;
     }
 
-    // Scores of a row's 16 keys that it does not see are minus infinity.
-    MEGAGEN_DEVICE void mask(u32 seen, float (&s)[kTiles][4]) {
+    // The largest of a token's scores.
+    MEGAGEN_DEVICE float largest(const float (&s)[kSteps][4], u32 e) {
+        float x = larger(s[0][e], s[0][2 + e]);
 #pragma unroll
-        for (u32 i = 0; i < 16; ++i) {
-            if ((seen >> i & 1) == 0) s[i / 2][i % 2] = __uint_as_float(kNone);
-        }
+        for (u32 i = 1; i < kSteps; ++i) x = larger(x, larger(s[i][e], s[i][2 + e]));
+#pragma unroll
+        for (u32 d = 4; d < 32; d *= 2) x = larger(x, __shfl_xor_sync(kFullMask, x, d));
+        return x;
     }
 
-    // Values whose numbers nobody sees may be anything, and a weight of zero does not help against a NaN. Registers
-    // hold numbers number .. number + 15; those from `first` to `end` are seen.
-    template <u32 kN>
-    MEGAGEN_DEVICE void drop_unseen(u32 first, u32 end, u32 number, uint4 (&v)[kN]) {
-        const u32 kept = before(number, end) & ~before(number, first);
-        const u32 pairs = (kept & 0x5555) | (kept & 0xaaaa) << 15; // two neighbours, 16 places apart
-        const auto keep = [=](u32 i) { // at the tops of bytes 0 and 2, which fill the two below
-            return ptx::prmt(i < 4 ? pairs << (7 - 2 * i) : pairs >> (2 * i - 7), 0, 0xaa88);
-        };
+    // Scores of what a token does not see of a chunk from number `start`: minus infinity.
+    template <class Ctx>
+    MEGAGEN_DEVICE void hide(const Ctx& ctx, const Columns& columns, u32 start, float (&s)[kSteps][4]) {
 #pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            const u32 mask[4] = {keep(4 * half), keep(4 * half + 1), keep(4 * half + 2), keep(4 * half + 3)};
+        for (u32 e = 0; e < 2; ++e) {
 #pragma unroll
-            for (u32 i = half; i < kN; i += 2)
-                v[i].x &= mask[0], v[i].y &= mask[1], v[i].z &= mask[2], v[i].w &= mask[3];
-        }
-    }
-
-    // A warp has a token of a head: lane i the statistics of slots i and i + 32, and of every second slot four dims.
-    // All of it is asked for at once.
-    template <u32 kFirstWarp, class Ctx>
-    MEGAGEN_DEVICE void merge(Ctx& ctx) {
-        static_assert(Op::kChunks <= 64, "a bit a slot, and two a lane");
-        constexpr u32 kStats = (Op::kChunks + 31) / 32, kSums = (Op::kChunks + 1) / 2;
-        constexpr u32 kBatches = (kSums + 16) / 17, kBatch = (kSums + kBatches - 1) / kBatches; // as registers allow
-        constexpr u64 kSlotStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow;
-        const Range mine = ctx.rounds(share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
-        if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
-        const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
-        const u32 warp = kFirstWarp + kWarps - 1 - ctx.warp; // the first ones had more to attend to
-#pragma unroll 1
-        for (u32 i = mine.first + warp; i < mine.last; i += kWarps) {
-            const u32 token = i / Op::kHeads, head = i % Op::kHeads;
-            uint4 gate[1];
-            if (!Op::Gate::read(ctx, gate, true, [&](u32) { return token * kWidth + head * kHeadDim + dim / 8 * 8; }))
-                return;
-            const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
-            const u64 stats = row + ctx.lane * kSlotStride + kHeadDim, sums = row + half * kSlotStride + dim;
-            const auto has = [&](u32 j) { return 32 * j + ctx.lane < Op::kChunks; };
-            const auto sums_of = [&](u32 j) { return 2 * j + half < Op::kChunks; };
-            float open[4], weight[kStats], scale = 0, x[4] = {};
-            opened(gate[0], dim, open);
-#pragma unroll 1
-            for (u32 b = 0; b < ctx.rounds(kBatches); ++b) {
-                uint4 v[kStats + kBatch];
-                const u32 begin = b * kBatch;
-                const u64 at = sums + begin * 2 * kSlotStride;
-                const auto wanted = [&](u32 j) { return j < kStats ? b == 0 && has(j) : sums_of(begin + j - kStats); };
-                const auto index = [&](u32 j) {
-                    return j < kStats ? stats + j * 32 * kSlotStride : at + (j - kStats) * 2 * kSlotStride;
-                };
-                if (!Op::Partials::read_where(ctx, v, wanted, index)) return;
-                if (b == 0) scale = weigh(has, Op::kScale, v, weight);
-                const float below = weight[0], above = weight[kStats - 1]; // of slots up to 31, and from 32
+            for (u32 half = 0; half < 2; ++half) {
+                const u32 own =
+                    seen(ctx, oldest(columns.position[e]), columns.ancestors[e], start + half * 32) >> ctx.lane / 4;
 #pragma unroll
-                for (u32 j = 0; j < kBatch; ++j) {
-                    const u32 even = 2 * (begin + j);
-                    const float w = __shfl_sync(kFullMask, even < 32 ? below : above, (even + half) % 32);
-                    float o[4];
-                    unpack<4>(v[kStats + j], o);
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) x[e] = fmaf(w, o[e], x[e]);
+                for (u32 k = 0; k < 4; ++k) {
+                    if ((own >> 8 * k & 1) == 0) s[half * 2 + k / 2][2 * (k % 2) + e] = __uint_as_float(kNone);
                 }
             }
-            finish<Op, kWidth>(ctx, token, head, x, scale, open);
-            // Nobody waits for the rest.
-#pragma unroll 1
-            for (u32 j = 0; j < ctx.rounds(kSums); ++j) {
-                const auto index = [&](u32) { return sums + j * 2 * kSlotStride; };
-                Op::Partials::template release_where<1>(ctx, [&](u32) { return sums_of(j); }, index);
-            }
-            const auto index = [&](u32 j) { return stats + j * 32 * kSlotStride; };
-            Op::Partials::template release_where<kStats>(ctx, has, index);
         }
+    }
+
+    // Values whose numbers nobody sees may be anything, and a weight of zero does not help against a NaN. This lane has
+    // numbers start + 2 t and the next, and those 8 farther.
+    template <class Ctx>
+    MEGAGEN_DEVICE void drop_unseen(const Ctx& ctx, const Live& live, u32 start, u32 (&v)[kSteps][4]) {
+        const u32 kept = (before(start, live.end) & ~before(start, live.first)) >> ctx.lane % 4 * 2;
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            const u32 mask = (kept >> 8 * h & 1) * 0xffffu | (kept >> 8 * h & 2) * 0x7fff8000u;
+#pragma unroll
+            for (u32 i = 0; i < kSteps; ++i) v[i][2 * h] &= mask, v[i][2 * h + 1] &= mask;
+        }
+    }
+
+    template <u32 kFirstWarp, class Ctx>
+    MEGAGEN_DEVICE void merge(Ctx& ctx) {
+        const Live live(ctx);
+        merge_rows<Op, kFirstWarp, Op::kChunks, true>(ctx, Op::kChunks, [=](u32 slot) { return live.has(slot); });
     }
 };
 

@@ -21,8 +21,26 @@ struct AttentionTile {
     static constexpr u32 kWords = 8;             // 32-bit registers of a lane's 16 consecutive elements
     static constexpr u32 kPiece = 64;            // elements
     static constexpr u32 kPartialRow = kHeadDim + 4;
-    static constexpr u32 kNone = 0xff800000u; // minus infinity
+    static constexpr u32 kNone = 0xff800000u;    // minus infinity
+    static constexpr u32 kOnes = 0x3f803f80u;    // of bf16
+    static constexpr float kLog2E = 1.44269504f; // of e
     static_assert(kHeadDim == 64 && kKeyChunk == 64, "fragments of four steps and eight tiles");
+
+    // Four warps that work together leave together too: where one gives up, all do, at the next place where they meet,
+    // and each comes there in bounded time. How often they meet follows from the step, which all read from the same
+    // words: these stay as they are during a launch.
+    struct Meeting {
+        bool open = true;
+
+        template <class Ctx>
+        __device__ __forceinline__ bool agree(Ctx& ctx, bool ok) {
+            if (!open) return false;
+            __syncwarp(); // who gives up comes from code of one lane
+            open = ptx::bar_and(kReady + 1 + ctx.warp / 4, 128, ok);
+            ctx.dead |= !open;
+            return open;
+        }
+    };
 
     // Of a number and a NaN the number: weights tell of the NaN.
     MEGAGEN_DEVICE float larger(float a, float b) { return fmaxf(a, b); }
@@ -32,11 +50,6 @@ struct AttentionTile {
         x = larger(x, __shfl_xor_sync(kFullMask, x, 1));
         return larger(x, __shfl_xor_sync(kFullMask, x, 2));
     }
-    MEGAGEN_DEVICE float quad_sum(float x) {
-        x += __shfl_xor_sync(kFullMask, x, 1);
-        return x + __shfl_xor_sync(kFullMask, x, 2);
-    }
-
     template <u32 kN>
     MEGAGEN_DEVICE void words_of(const uint4 (&v)[kN], u32 first, u32 (&word)[kWords]) {
 #pragma unroll
@@ -44,28 +57,6 @@ struct AttentionTile {
             const uint4 x = v[first + i];
             word[4 * i] = x.x, word[4 * i + 1] = x.y, word[4 * i + 2] = x.z, word[4 * i + 3] = x.w;
         }
-    }
-
-    // What this lane must know of its tokens, g and g + 8.
-    struct Rows {
-        u32 position[2];
-        u32 ancestors[2];
-
-        template <class Ctx>
-        __device__ __forceinline__ explicit Rows(const Ctx& ctx) {
-#pragma unroll
-            for (u32 h = 0; h < 2; ++h) {
-                const u32 token = ctx.lane / 4 + 8 * h;
-                position[h] = ctx.position(token);
-                ancestors[h] = ctx.ancestors(token);
-            }
-        }
-    };
-
-    // Of rows g and g + 8 the one of h, in a rolled loop over both.
-    template <class T>
-    MEGAGEN_DEVICE T row_of(u32 h, T low, T high) {
-        return h == 0 ? low : high;
     }
 
     // Ones in the places of those of 32 numbers from `first` that come before `end`.
@@ -95,19 +86,6 @@ struct AttentionTile {
         return larger(most, x[0]);
     }
 
-    // Weights of row h's scores, unnormalised, and `sum` with what they add to it.
-    MEGAGEN_DEVICE float weights_of(const float (&s)[kTiles][4], u32 h, float scale, float shift, float sum,
-                                    u32 (&p)[kTiles][2]) {
-#pragma unroll
-        for (u32 n = 0; n < kTiles; ++n) {
-            p[n][h] =
-                ptx::cvt_bf16x2(__expf(fmaf(s[n][2 * h], scale, shift)), __expf(fmaf(s[n][2 * h + 1], scale, shift)));
-            sum += bf16_low(p[n][h]);
-            sum += bf16_high(p[n][h]);
-        }
-        return sum;
-    }
-
     // Half of the tiles: four at once hide the MMA's latency, and then their fragments are gone. Registers a(j, 0..3)
     // are of the left side's step j, b[i] and b[i + 1] of tile `half` kTiles / 2 + i / 2.
     template <u32 kN, class Left>
@@ -132,26 +110,28 @@ struct AttentionTile {
         return [&p](u32 j, u32 i) { return p[2 * j + i / 2][i % 2]; };
     }
 
-    // A head's sums for both tokens, as rows first + token of the partial results: 64 weighted sums of V, then the
-    // largest score and the sum of weights. Of tiles n and n + 1 this lane has four dims in a row, from dim(n).
-    // `kUnroll` 1: less code; 2: fewer registers.
-    template <class Partials, u32 kUnroll, class Ctx, class Dim>
-    MEGAGEN_DEVICE void send_partials(Ctx& ctx, u32 first, const float (&o)[kTiles][4], const float (&most)[2],
-                                      const float (&sum)[2], Dim dim) {
-        const u32 g = ctx.lane / 4, t = ctx.lane % 4;
-#pragma unroll(kUnroll)
-        for (u32 h = 0; h < 2; ++h) {
-            const u32 token = g + 8 * h;
-            if (token >= ctx.tokens) break;
-            const u32 row = first + token;
-            const auto word = [&](u32 n, u32 i) { return __float_as_uint(row_of(h, o[n][i], o[n][2 + i])); };
+    // Of a row of 64 numbers of 16 bits, what this lane has in a product's operand: word i is elements 8 i + 2 t and
+    // the next.
+    template <class Ctx>
+    MEGAGEN_DEVICE void own_words(const Ctx& ctx, const uint4 (&row)[kWords], u32 (&word)[kWords]) {
+        const u32 t = ctx.lane % 4;
 #pragma unroll
-            for (u32 n = 0; n < kTiles; n += 2)
-                Partials::send(ctx, row, dim(n), uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
-            const u32 stat[2] = {__float_as_uint(row_of(h, most[0], most[1])),
-                                 __float_as_uint(row_of(h, sum[0], sum[1]))};
-            if (t == 0) Partials::send(ctx, row, kHeadDim, uint4{stat[0], stat[1], 0, 0});
+        for (u32 i = 0; i < kWords; ++i) {
+            const u32 low = t % 2 == 0 ? row[i].x : row[i].y, high = t % 2 == 0 ? row[i].z : row[i].w;
+            word[i] = t < 2 ? low : high;
         }
+    }
+
+    // The producer, before it asks for keys and values whose numbers come before `end`: those that the launch before
+    // may have written are there only when that has ended.
+    template <class Op, class Ctx>
+    MEGAGEN_DEVICE bool await_keys(Ctx& ctx, u32 end, bool& attached) {
+        if (attached || ctx.aged(end)) return true;
+        attached = true;
+        ctx.attach();
+        if (ctx.dead || !Op::Keys::wait(ctx) || !Op::Values::wait(ctx)) return false;
+        ptx::fence_proxy_async_global(); // threads wrote them, bulk copies read them
+        return true;
     }
 
     // How far four dims' gates are open, those from `dim` of a vector.
@@ -164,15 +144,14 @@ struct AttentionTile {
         }
     }
 
-    // Four dims of a token's head, x of every second partial sum in each half of the warp, `scale` one over the sum of
-    // weights: added, normed, gated and sent.
+    // Four dims of a token's head, which both halves of the warp have: x weighted sums of values, `scale` one over the
+    // sum of weights. Normed, gated and sent.
     template <class Op, u32 kWidth, class Ctx>
     MEGAGEN_DEVICE void finish(Ctx& ctx, u32 token, u32 head, float (&x)[4], float scale, const float (&open)[4]) {
         const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
         float square = 0;
 #pragma unroll
         for (u32 e = 0; e < 4; ++e) {
-            x[e] += __shfl_xor_sync(kFullMask, x[e], 16);
             x[e] *= scale;
             square = fmaf(x[e], x[e], square);
         }
@@ -190,21 +169,136 @@ struct AttentionTile {
         Op::Out::publish(ctx);
     }
 
-    // This lane's partial sums' weights, those that it `has`, and one over the sum of all keys' weights.
-    template <u32 kStats, u32 kN, class Has>
-    MEGAGEN_DEVICE float weigh(Has has, float scale, const uint4 (&v)[kN], float (&weight)[kStats]) {
-        float most = __uint_as_float(kNone), sum = 0;
+    // The weight of a score, `by` being what is added to it once it is scaled: weights are powers of two.
+    template <class Op>
+    MEGAGEN_DEVICE float power(float score, float by) {
+        return ptx::exp2(fmaf(score, kLog2E * Op::kScale, by));
+    }
+
+    // From scores less `most` to scores less `now`, which is not smaller: what sums so far are to be multiplied by, and
+    // what is to be added to a scaled score. What stays is multiplied by exactly one.
+    struct Shift {
+        float keep;
+        float by;
+    };
+    template <class Op>
+    MEGAGEN_DEVICE Shift bring(float& most, float now) {
+        constexpr float kBinary = kLog2E * Op::kScale;
+        const Shift shift = {now == most ? 1.0f : ptx::exp2((most - now) * kBinary),
+                             now == __uint_as_float(kNone) ? 0.0f : -(now * kBinary)};
+        most = now;
+        return shift;
+    }
+
+    // The partial results of up to kMost parts of the keys, those that `has` of `parts`, added: what merge roles do.
+    //
+    // Four warps have a token of a head. Of 64 parts at a time each half of a warp has every eighth, of it four sums a
+    // lane, and of the statistics each warp all, lane i those of i and i + 32. All of it is asked for at once. The
+    // first of the four adds what the others have; only then nobody reads statistics any more.
+    template <class Op, u32 kFirstWarp, u32 kMost, bool kTurned, class Ctx, class Has>
+    MEGAGEN_DEVICE void merge_rows(Ctx& ctx, u32 parts, Has has) {
+        constexpr u32 kWarps = 8, kTogether = 4, kRows = kWarps / kTogether, kWidth = Op::kHeads * kHeadDim;
+        constexpr u32 kAtOnce = kMost < 64 ? kMost : 64, kStats = (kAtOnce + 31) / 32, kSums = (kAtOnce + 7) / 8;
+        constexpr u32 kLast = kSums + kStats - 1; // vector, which is polled: the statistics of the first parts
+        constexpr bool kOnce = kMost <= 64;
+        constexpr u64 kStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow; // from part to part
+        const Range mine = ctx.rounds(share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kRows);
+        if (mine.first == mine.last) return;
+        Meeting meeting;
+        bool ok = Op::Partials::wait(ctx) && Op::Gate::wait(ctx);
+        const u32 warp = ctx.warp - kFirstWarp, eighth = 2 * (warp % kTogether) + ctx.lane / 16;
+        const u32 dim = ctx.lane % 16 * 4;
+#pragma unroll 1
+        for (u32 at = mine.first, round = 0; at < mine.last; at += kRows, ++round) {
+            const u32 i = at + warp / kTogether, token = i / Op::kHeads, head = i % Op::kHeads;
+            const bool valid = i < mine.last;
+            uint4 gate[1];
+            const u32 gates = token * kWidth + head * kHeadDim + dim / 8 * 8;
+            ok = ok && Op::Gate::read(ctx, gate, valid, [=](u32) { return gates; });
+            const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
+            const auto stats = [&](u32 first) {
+                const u64 own = row + (first + ctx.lane) * kStride + kHeadDim;
+                return [=](u32 j) { return own + j * 32 * kStride; };
+            };
+            const auto counts = [&](u32 part) { return valid && (kOnce || part < parts) && has(part); };
+            float most = __uint_as_float(kNone), sum = 0, x[4] = {};
+#pragma unroll 1
+            for (u32 first = 0; first < (kOnce ? 1 : ctx.rounds(parts, kAtOnce)); first += kAtOnce) {
+                const auto stat = stats(first);
+                const auto known = [&](u32 j) { return counts(first + 32 * j + ctx.lane); };
+                const u64 own = row + (first + eighth) * kStride + dim;
+                const auto sums = [=](u32 j) { return own + j * 8 * kStride; };
+                const auto wanted = [&](u32 j) { return counts(first + 8 * j + eighth); };
+                uint4 v[kSums + kStats];
+                ok = ok && Op::Partials::read_where(
+                               ctx, v, [&](u32 j) { return j < kSums ? wanted(j) : known(kLast - j); },
+                               [&](u32 j) { return j < kSums ? sums(j) : stat(kLast - j); });
+                if (!ok) break;
+                float now = most, weight[kStats];
 #pragma unroll
-        for (u32 j = 0; j < kStats; ++j) most = larger(most, has(j) ? __uint_as_float(v[j].x) : __uint_as_float(kNone));
+                for (u32 j = 0; j < kStats; ++j)
+                    now = larger(now, known(j) ? __uint_as_float(v[kLast - j].x) : __uint_as_float(kNone));
 #pragma unroll
-        for (u32 d = 16; d > 0; d /= 2) most = larger(most, __shfl_xor_sync(kFullMask, most, d));
-        const float shift = -(most * scale); // a token sees itself, so there is a largest score
+                for (u32 d = 16; d > 0; d /= 2) now = larger(now, __shfl_xor_sync(kFullMask, now, d));
+                const Shift shift = bring<Op>(most, now);
+                if constexpr (!kOnce) {
+                    sum *= shift.keep;
 #pragma unroll
-        for (u32 j = 0; j < kStats; ++j) {
-            weight[j] = has(j) ? __expf(fmaf(__uint_as_float(v[j].x), scale, shift)) : 0.0f;
-            sum = fmaf(weight[j], __uint_as_float(v[j].y), sum);
+                    for (u32 e = 0; e < 4; ++e) x[e] *= shift.keep;
+                }
+#pragma unroll
+                for (u32 j = 0; j < kStats; ++j) {
+                    weight[j] = known(j) ? power<Op>(__uint_as_float(v[kLast - j].x), shift.by) : 0.0f;
+                    sum = fmaf(weight[j], __uint_as_float(v[kLast - j].y), sum);
+                }
+#pragma unroll
+                for (u32 j = 0; j < kSums; ++j) {
+                    const float w = __shfl_sync(kFullMask, weight[j / 4], j % 4 * 8 + eighth);
+                    float o[4];
+                    unpack<4>(v[j], o);
+#pragma unroll
+                    for (u32 e = 0; e < 4; ++e) x[e] = fmaf(w, o[e], x[e]);
+                }
+                if constexpr (!kOnce) Op::Partials::template release_where<kSums>(ctx, wanted, sums);
+            }
+            const u32 scratch = ctx.shared + Op::kScratch + (round % 2 * kWarps + warp) * (kHeadDim * 4);
+            const u32 turn = kTurned ? dim / 8 % 4 : 0; // as attend has them
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) {
+                x[e] += __shfl_xor_sync(kFullMask, x[e], 16);
+                if (ctx.lane < 16) ptx::st_shared_f32(scratch + (dim + (e ^ turn)) * 4, x[e]);
+            }
+            if (!meeting.agree(ctx, ok)) return;
+            if (warp % kTogether == 0 && valid) {
+                add_parts<kTogether>(ctx, scratch + dim * 4, x);
+                float open[4];
+                opened(gate[0], dim, open);
+                finish<Op, kWidth>(ctx, token, head, x, __fdividef(1.0f, warp_sum(sum)), open);
+                // Nobody waits for the rest.
+#pragma unroll 1
+                for (u32 first = 0; first < (kOnce ? 1 : ctx.rounds(parts, kAtOnce)); first += kAtOnce) {
+                    Op::Partials::template release_where<kStats>(
+                        ctx, [&](u32 j) { return counts(first + 32 * j + ctx.lane); }, stats(first));
+                }
+            }
+            if constexpr (kOnce) {
+                const u64 own = row + eighth * kStride + dim;
+                Op::Partials::template release_where<kSums>(
+                    ctx, [&](u32 j) { return counts(8 * j + eighth); }, [=](u32 j) { return own + j * 8 * kStride; });
+            }
         }
-        return __fdividef(1.0f, warp_sum(sum));
+    }
+
+    // Four sums of each of kN warps, added in ascending order.
+    template <u32 kN, class Ctx>
+    MEGAGEN_DEVICE void add_parts(const Ctx& ctx, u32 from, float (&x)[4]) {
+#pragma unroll
+        for (u32 w = 0; w < kN; ++w) {
+            const float4 more = ptx::ld_shared_f4(from + w * (kHeadDim * 4), ctx.dry);
+            const float of[4] = {more.x, more.y, more.z, more.w};
+#pragma unroll
+            for (u32 e = 0; e < 4; ++e) x[e] = w == 0 ? of[e] : x[e] + of[e];
+        }
     }
 };
 

@@ -31,6 +31,7 @@ concept GlobalAttentionPolicy = requires {
     Op::kStageBytes;
     Op::kHint;
     Op::kWarpgroups;
+    Op::kScratch;
     typename Op::Q;
     typename Op::Gate;
     typename Op::Keys;
@@ -118,8 +119,6 @@ struct GlobalAttention : AttentionTile {
     static constexpr u32 kStageChunks = 2;
     static constexpr u32 kChunkBytes = kKeyChunk * kHeadDim * 2;   // of keys, and of values
     static constexpr u32 kSideBytes = kStageChunks * kChunkBytes;  // in a stage
-    static constexpr float kBinary = Op::kScale * 1.44269504f;     // of scores: weights are powers of two
-    static constexpr u32 kOnes = 0x3f803f80u;                      // of bf16
     static constexpr u32 kTogether = Op::kWarpgroups != 0 ? 4 : 1; // warps that multiply as one
     static constexpr u32 kHeadChunks = Op::kCapacity / kKeyChunk;  // of a kv head's cache
     static_assert(Op::kHeads % Op::kKvHeads == 0 && kGroup <= kWarps, "a warp a query head");
@@ -135,12 +134,13 @@ struct GlobalAttention : AttentionTile {
     MEGAGEN_DEVICE void load(Ctx& ctx) {
         static_assert(kFirst == 0 && kLast == kWhole, "a stream of tensors comes in one piece");
         constexpr Hint kHint = static_cast<Hint>(Op::kHint);
-        if (!Op::Keys::wait(ctx) || !Op::Values::wait(ctx)) return;
-        ptx::fence_proxy_async_global(); // threads wrote them, bulk copies read them
+        ctx.look();
+        bool attached = false;
         const u64 policy = cache_policy<kHint>();
 #pragma unroll 1
         for (Units<Ctx> unit(ctx); unit.any; unit.next()) {
             const u32 first = unit.head * kHeadChunks + unit.begin();
+            if (!await_keys<Op>(ctx, (unit.begin() + unit.count()) * kKeyChunk, attached)) return;
 #pragma unroll 1
             for (u32 c = 0; c < unit.count(); c += kStageChunks) {
                 const u64 element = static_cast<u64>(first + c) * (kKeyChunk * kHeadDim);
@@ -150,6 +150,15 @@ struct GlobalAttention : AttentionTile {
             }
         }
     }
+
+    // Which of the launch's tokens this lane's rows see, g and g + 8.
+    struct Rows {
+        u32 ancestors[2];
+
+        template <class Ctx>
+        __device__ __forceinline__ explicit Rows(const Ctx& ctx)
+            : ancestors{ctx.ancestors(ctx.lane / 4), ctx.ancestors(ctx.lane / 4 + 8)} {}
+    };
 
     // Of a head, for rows g and g + 8.
     struct Sums {
@@ -162,22 +171,6 @@ struct GlobalAttention : AttentionTile {
     struct Scores {
         float s[kTiles][4];
         float most[2]; // the largest so far, these included
-    };
-
-    // Four warps that multiply together leave together too: where one gives up, all do, at the next place where they
-    // meet, and each comes there in bounded time. A product without all four is undefined. How often they meet follows
-    // from the step, which all read from the same words: these stay as they are during a launch.
-    struct Meeting {
-        bool open = true;
-
-        template <class Ctx>
-        __device__ __forceinline__ bool agree(Ctx& ctx, bool ok) {
-            if (!open) return false;
-            __syncwarp(); // who gives up comes from code of one lane
-            open = ptx::bar_and(kReady + 1 + ctx.warp / 4, 128, ok);
-            ctx.dead |= !open;
-            return open;
-        }
     };
 
     // Warps kFirstWarp .. kFirstWarp + 7, each a query head of the unit's kv head. Where fewer share it, the other
@@ -241,10 +234,7 @@ struct GlobalAttention : AttentionTile {
         if (!has) return hand_on(ctx, left);
         if (left > 0 && !alone(ctx, rows, a, start, left, sums)) return false;
         const float sum[2] = {sums.weights[0], sums.weights[2]};
-        swap_dims(ctx, sums.o);
-        send_partials<typename Op::Partials, 2>(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o,
-                                                sums.most, sum,
-                                                [&](u32 n) { return 8 * (n + ctx.lane % 2) + ctx.lane % 4 / 2 * 4; });
+        send_partials(ctx, (unit.span * Op::kHeads + head) * Ctx::Kernel::kTokens, sums.o, sums.most, sum);
         return true;
     }
 
@@ -357,11 +347,11 @@ struct GlobalAttention : AttentionTile {
         for (u32 h = 0; h < 2; ++h) {
             now.most[h] = quad_max(most_of(now.s, h, sums.most[h]));
             float most = sums.most[h];
-            const Shift shift = bring(most, now.most[h]);
+            const Shift shift = bring<Op>(most, now.most[h]);
 #pragma unroll
             for (u32 n = 0; n < kTiles; ++n) {
-                now.s[n][2 * h] = power(now.s[n][2 * h], shift.by);
-                now.s[n][2 * h + 1] = power(now.s[n][2 * h + 1], shift.by);
+                now.s[n][2 * h] = power<Op>(now.s[n][2 * h], shift.by);
+                now.s[n][2 * h + 1] = power<Op>(now.s[n][2 * h + 1], shift.by);
             }
         }
     }
@@ -370,7 +360,7 @@ struct GlobalAttention : AttentionTile {
     MEGAGEN_DEVICE void take(const Scores& now, Sums& sums, u32 (&p)[kTiles][2]) {
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            fade(sums, h, bring(sums.most[h], now.most[h]).keep);
+            fade(sums, h, bring<Op>(sums.most[h], now.most[h]).keep);
 #pragma unroll
             for (u32 n = 0; n < kTiles; ++n) p[n][h] = ptx::cvt_bf16x2(now.s[n][2 * h], now.s[n][2 * h + 1]);
         }
@@ -395,29 +385,27 @@ struct GlobalAttention : AttentionTile {
                                    kOnes);
     }
 
-    // Both of its tokens' queries of a head, dims 8 i + 2 t and the next in word i.
+    // Both of this lane's tokens' queries of a head, dims 8 i + 2 t and the next in word i. Zeros past the launch's
+    // tokens.
     template <class Ctx>
     MEGAGEN_DEVICE bool queries(Ctx& ctx, u32 head, u32 (&a)[2][kWords]) {
-        const u32 t = ctx.lane % 4;
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
             const u32 token = ctx.lane / 4 + 8 * h, first = token * kWidth + head * kHeadDim;
             uint4 q[kWords];
             if (!Op::Q::read(ctx, q, token < ctx.tokens, [=](u32 i) { return first + i * 8; })) return false;
-#pragma unroll
-            for (u32 i = 0; i < kWords; ++i) {
-                const u32 low = t % 2 == 0 ? q[i].x : q[i].y, high = t % 2 == 0 ? q[i].z : q[i].w;
-                a[h][i] = t < 2 ? low : high;
-            }
+            own_words(ctx, q, a[h]);
         }
         return true;
     }
 
-    // Of each two tiles n and n + 1 a lane has dims 2 t and the next. Two lanes swap, so that the even one has four
-    // in a row of tile n, and the odd one of tile n + 1.
+    // A head's sums, as rows first + token of the partial results. Of each two tiles n and n + 1 a lane has dims 2 t
+    // and the next. Two lanes swap, so that the even one has four in a row of tile n, and the odd one of tile n + 1.
     template <class Ctx>
-    MEGAGEN_DEVICE void swap_dims(const Ctx& ctx, float (&o)[kTiles][4]) {
-        const bool odd = ctx.lane % 2 != 0;
+    MEGAGEN_DEVICE void send_partials(Ctx& ctx, u32 first, float (&o)[kTiles][4], const float (&most)[2],
+                                      const float (&sum)[2]) {
+        const u32 g = ctx.lane / 4, t = ctx.lane % 4;
+        const bool odd = t % 2 != 0;
 #pragma unroll
         for (u32 n = 0; n < kTiles; n += 2) {
 #pragma unroll
@@ -426,6 +414,18 @@ struct GlobalAttention : AttentionTile {
                 o[n][i] = odd ? got : o[n][i];
                 o[n + 1][i] = odd ? o[n + 1][i] : got;
             }
+        }
+#pragma unroll
+        for (u32 h = 0; h < 2; ++h) {
+            const u32 token = g + 8 * h, row = first + token;
+            if (token >= ctx.tokens) break;
+            const auto word = [&](u32 n, u32 i) { return __float_as_uint(o[n][2 * h + i]); };
+#pragma unroll
+            for (u32 n = 0; n < kTiles; n += 2)
+                Op::Partials::send(ctx, row, 8 * (n + t % 2) + t / 2 * 4,
+                                   uint4{word(n, 0), word(n, 1), word(n + 1, 0), word(n + 1, 1)});
+            if (t == 0)
+                Op::Partials::send(ctx, row, kHeadDim, uint4{__float_as_uint(most[h]), __float_as_uint(sum[h]), 0, 0});
         }
     }
 
@@ -481,10 +481,11 @@ struct GlobalAttention : AttentionTile {
         u32 p[kTiles][2];
 #pragma unroll
         for (u32 h = 0; h < 2; ++h) {
-            const Shift shift = bring(sums.most[h], now.most[h]);
+            const Shift shift = bring<Op>(sums.most[h], now.most[h]);
 #pragma unroll
             for (u32 n = 0; n < kTiles; ++n)
-                p[n][h] = ptx::cvt_bf16x2(power(now.s[n][2 * h], shift.by), power(now.s[n][2 * h + 1], shift.by));
+                p[n][h] =
+                    ptx::cvt_bf16x2(power<Op>(now.s[n][2 * h], shift.by), power<Op>(now.s[n][2 * h + 1], shift.by));
             fade(sums, h, shift.keep);
         }
         score(ctx, a, keys, 1, next);
@@ -518,80 +519,11 @@ struct GlobalAttention : AttentionTile {
         }
     }
 
-    // A warp has a token of a head: of some spans at a time lane i the statistics of span i and i + 32, then of every
-    // second one four dims. Sums so far are brought to the largest score of all, as in the spans themselves.
     template <u32 kFirstWarp, class Ctx>
     MEGAGEN_DEVICE void merge(Ctx& ctx) {
-        constexpr u32 kBatch = 16, kStats = (2 * kBatch + 31) / 32;                                // as registers allow
-        constexpr u64 kStride = static_cast<u64>(Op::kHeads) * Ctx::Kernel::kTokens * kPartialRow; // from span to span
-        const Range mine = ctx.rounds(share_of(ctx.tokens * Op::kHeads, ctx.block, Ctx::Kernel::kBlocks), kWarps);
-        if (mine.first == mine.last || !Op::Partials::wait(ctx) || !Op::Gate::wait(ctx)) return;
         const u32 live = Spans::of((ctx.context + ctx.tokens - 1) / kKeyChunk) + 1;
-        const u32 half = ctx.lane / 16, dim = ctx.lane % 16 * 4;
-#pragma unroll 1
-        for (u32 i = mine.first + ctx.warp - kFirstWarp; i < mine.last; i += kWarps) {
-            const u32 token = i / Op::kHeads, head = i % Op::kHeads;
-            uint4 gate[1];
-            if (!Op::Gate::read(ctx, gate, true, [&](u32) { return token * kWidth + head * kHeadDim + dim / 8 * 8; }))
-                return;
-            const u64 row = static_cast<u64>(head * Ctx::Kernel::kTokens + token) * kPartialRow;
-            float most = __uint_as_float(kNone), sum = 0, x[4] = {};
-#pragma unroll 1
-            for (u32 first = 0; first < ctx.rounds(live, 2 * kBatch); first += 2 * kBatch) {
-                const auto span = [&](u32 j) {
-                    return first + (j < kStats ? 32 * j + ctx.lane : 2 * (j - kStats) + half);
-                };
-                const auto wanted = [&](u32 j) {
-                    return span(j) < live && (j >= kStats || 32 * j + ctx.lane < 2 * kBatch);
-                };
-                const auto index = [&](u32 j) { return row + span(j) * kStride + (j < kStats ? kHeadDim : dim); };
-                uint4 v[kStats + kBatch];
-                if (!Op::Partials::read_where(ctx, v, wanted, index)) return;
-                Op::Partials::template release_where<kStats + kBatch>(ctx, wanted, index);
-                float now = most, weight[kStats];
-#pragma unroll
-                for (u32 j = 0; j < kStats; ++j)
-                    now = larger(now, wanted(j) ? __uint_as_float(v[j].x) : __uint_as_float(kNone));
-#pragma unroll
-                for (u32 d = 16; d > 0; d /= 2) now = larger(now, __shfl_xor_sync(kFullMask, now, d));
-                const Shift shift = bring(most, now);
-                sum *= shift.keep;
-#pragma unroll
-                for (u32 j = 0; j < kStats; ++j) {
-                    weight[j] = wanted(j) ? power(__uint_as_float(v[j].x), shift.by) : 0.0f;
-                    sum = fmaf(weight[j], __uint_as_float(v[j].y), sum);
-                }
-#pragma unroll
-                for (u32 e = 0; e < 4; ++e) x[e] *= shift.keep;
-#pragma unroll
-                for (u32 j = 0; j < kBatch; ++j) {
-                    const float w = __shfl_sync(kFullMask, weight[j / 16], 2 * j % 32 + half);
-                    float o[4];
-                    unpack<4>(v[kStats + j], o);
-#pragma unroll
-                    for (u32 e = 0; e < 4; ++e) x[e] = fmaf(w, o[e], x[e]);
-                }
-            }
-            float open[4];
-            opened(gate[0], dim, open);
-            finish<Op, kWidth>(ctx, token, head, x, __fdividef(1.0f, warp_sum(sum)), open);
-        }
+        merge_rows<Op, kFirstWarp, Op::kSpans, false>(ctx, live, [=](u32 span) { return span < live; });
     }
-
-    // From scores less `most` to scores less `now`, which is not smaller: what sums so far are to be multiplied by, and
-    // what is to be added to a scaled score. What stays is multiplied by exactly one.
-    struct Shift {
-        float keep;
-        float by;
-    };
-    MEGAGEN_DEVICE Shift bring(float& most, float now) {
-        const Shift shift = {now == most ? 1.0f : ptx::exp2((most - now) * kBinary),
-                             now == __uint_as_float(kNone) ? 0.0f : -(now * kBinary)};
-        most = now;
-        return shift;
-    }
-    // The weight of a score.
-    MEGAGEN_DEVICE float power(float score, float by) { return ptx::exp2(fmaf(score, kBinary, by)); }
 };
 
 } // namespace megagen::ops

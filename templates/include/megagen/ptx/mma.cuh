@@ -1,5 +1,5 @@
-// Warp-level matrices: multiply-accumulate, D = A B + D with fp32 accumulators, and 8 x 8 pieces of 16-bit operands out
-// of shared memory.
+// Warp-level matrices: multiply-accumulate, D = A B + D with fp32 accumulators, and 8 x 8 pieces of 16-bit operands,
+// out of shared memory or between registers.
 #pragma once
 
 #include <megagen/types.cuh>
@@ -43,6 +43,13 @@ MEGAGEN_DEVICE void ldmatrix_x2(u32 (&r)[2], u32 row) {
                  : "=r"(r[0]), "=r"(r[1])
                  : "r"(row)
                  : "memory");
+}
+
+// A piece in registers, elements 2 t and 2 t + 1 of row g in lane (g, t), becomes the transposed one.
+MEGAGEN_DEVICE u32 movmatrix_trans(u32 piece) {
+    u32 r;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(piece));
+    return r;
 }
 
 } // namespace megagen::ptx

@@ -39,4 +39,11 @@ MEGAGEN_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 row, Site at = Site::curr
 
 MEGAGEN_DEVICE void ldmatrix_x2(u32 (&r)[2], u32 row, Site at = Site::current()) { matrices(r, row, false, at); }
 
+// Element (r, c) is in lane 4 r + c / 2, the even ones below.
+MEGAGEN_DEVICE u32 movmatrix_trans(u32 piece, Site at = Site::current()) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, from = lane % 4 * 8 + g / 2;
+    const u32 even = __shfl_sync(kFullMask, piece, from, at), odd = __shfl_sync(kFullMask, piece, from + 4, at);
+    return g % 2 == 0 ? (even & 0xffffu) | odd << 16 : even >> 16 | (odd & 0xffff0000u);
+}
+
 } // namespace megagen::ptx

@@ -536,18 +536,18 @@ def heads(
         low, high = low * cosine - high * sine, high * cosine + low * sine
     low, high = _bf16(low), _bf16(high)
     if first < H:
-        at = q + (t * H + h) * HEAD + d
-        tl.store(at, low)
-        tl.store(at + HALF, high)
+        to = q + (t * H + h) * HEAD + d
+        tl.store(to, low)
+        tl.store(to + HALF, high)
     elif first < H + KV:
-        at = keys + ((h - H) * CHUNKS + number // CHUNK % CHUNKS) * CHUNK * HEAD
-        tl.store(at + _laid(number % CHUNK, d, HEAD), low)
-        tl.store(at + _laid(number % CHUNK, d + HALF, HEAD), high)
+        key_chunk = keys + ((h - H) * CHUNKS + number // CHUNK % CHUNKS) * CHUNK * HEAD
+        tl.store(key_chunk + _laid(number % CHUNK, d, HEAD), low)
+        tl.store(key_chunk + _laid(number % CHUNK, d + HALF, HEAD), high)
     elif first < H + 2 * KV:
-        at = values + ((h - H - KV) * CHUNKS + number // CHUNK % CHUNKS) * CHUNK * HEAD
-        tl.store(at + _laid(d, number % CHUNK, CHUNK), low)
-        tl.store(at + _laid(d + HALF, number % CHUNK, CHUNK), high)
+        value_chunk = values + ((h - H - KV) * CHUNKS + number // CHUNK % CHUNKS) * CHUNK * HEAD
+        tl.store(value_chunk + _laid(d, number % CHUNK, CHUNK), low)
+        tl.store(value_chunk + _laid(d + HALF, number % CHUNK, CHUNK), high)
     else:
-        at = gate + (t * H + h - H - 2 * KV) * HEAD + d
-        tl.store(at, low)
-        tl.store(at + HALF, high)
+        to = gate + (t * H + h - H - 2 * KV) * HEAD + d
+        tl.store(to, low)
+        tl.store(to + HALF, high)

@@ -6,6 +6,7 @@ A mutant takes one guard out of the headers, and the expert block, in which all 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -129,7 +130,8 @@ def test_it_costs_nothing_where_nothing_is_rehearsed_and_little_where_it_is(ever
     assert (n, m) == (1, 3)
     without = code(resources.schedules() / "muse_moe.py", dict(resources.headers()))
     assert len(without) > 100_000
-    assert opcodes(without) == opcodes(code(resources.schedules() / "muse_moe.py", bare))  # registers may be others
+    # registers may be others, and so may the order of a few
+    assert Counter(opcodes(without)) == Counter(opcodes(code(resources.schedules() / "muse_moe.py", bare)))
     assert len(without) < len(code(everything, dict(resources.headers()))) < 1.1 * len(without)
 
 
